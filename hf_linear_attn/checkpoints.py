@@ -70,7 +70,7 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
     saved = getattr(config, CONFIG_FIELD, None)
     if saved is None:
         remedy = "Load it with AutoModel….from_pretrained() and call patch_model(model, name)."
-        raise ValueError(f"{path_or_repo!r} holds no linear attention (no {CONFIG_FIELD!r} in config.json). {remedy}")
+        raise ValueError(f"{path_or_repo!r} has no linear attention (no {CONFIG_FIELD!r} in config.json). {remedy}")
     LinearAttentionConfig.from_dict(saved)
     cls = _model_class(path_or_repo, config, auto_class)
     # The class reads its config again, because it applies settings among the kwargs (num_labels=, …) to it.

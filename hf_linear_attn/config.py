@@ -163,7 +163,7 @@ class LinearAttentionConfig:
             plan = _read(path.read_text(encoding="utf-8"), "JSON" if suffix == ".json" else "YAML")
             if not isinstance(plan, Mapping):
                 raise ValueError(
-                    'the file must hold an object such as {"default": "hedgehog", "0": "softmax"}, '
+                    'the file must contain an object such as {"default": "hedgehog", "0": "softmax"}, '
                     f"got {type(plan).__name__}."
                 )
             return cls.parse(plan)
@@ -282,7 +282,7 @@ def check_integers(values: Any, name: str, kind: str) -> list[int]:
     indices = list(values)
     for index in indices:
         if isinstance(index, bool) or not isinstance(index, int):
-            raise TypeError(f"{name} must hold integers, got {index!r} ({type(index).__name__}).")
+            raise TypeError(f"{name} must contain integers, got {index!r} ({type(index).__name__}).")
     return indices
 
 

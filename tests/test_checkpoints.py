@@ -185,7 +185,7 @@ def test_a_checkpoint_of_an_earlier_version(checkpoint):
     edit_config(folder, transformers_weights=None)
     assert torch.equal(logits(hla.load_pretrained(str(folder)), token_ids()), logits(model, token_ids()))
     unpatched = BertForMaskedLM.from_pretrained(folder)
-    with pytest.raises(RuntimeError, match=r"holds no linear attention.*load_pretrained\(path\)"):
+    with pytest.raises(RuntimeError, match=r"has no linear attention.*load_pretrained\(path\)"):
         unpatched(token_ids())
 
 
@@ -306,9 +306,7 @@ LEARNED = "bert.encoder.layer.1.attention.self.linear_attention.feature_map.quer
 
 def test_an_unpatched_checkpoint(tmp_path):
     BERT.build().save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"holds no linear attention.*no 'linear_attention'.*patch_model\(model, name\)"
-    ):
+    with pytest.raises(ValueError, match=r"has no linear attention.*no 'linear_attention'.*patch_model\(model, name\)"):
         hla.load_pretrained(str(tmp_path))
 
 

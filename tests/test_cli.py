@@ -355,7 +355,7 @@ def test_target_in_use(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     notes.mkdir()
     (notes / "diary.txt").write_text("mine")
     for flags in ([], ["--overwrite"]):
-        assert "no result of this command (diary.txt)" in refusal(notes, *flags)
+        assert "not a result of this command (diary.txt)" in refusal(notes, *flags)
     assert (notes / "diary.txt").read_text() == "mine"
     weights = (gpt2 / "model.safetensors").read_bytes()
     assert "would be lost" in refusal(gpt2, "--overwrite")

@@ -123,5 +123,5 @@ def test_what_cannot_be_exported(checkpoint, tmp_path, capsys):
     assert main(["export", str(folder), str(out), "--format", "torch"]) == 1
     assert "cannot be exported with a free length" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "plain"), str(out)]) == 1
-    assert "holds no linear attention" in capsys.readouterr().err
+    assert "has no linear attention" in capsys.readouterr().err
     assert not out.exists()

@@ -68,7 +68,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return COMPRESSIONS[path.suffix](content) if path.suffix in COMPRESSIONS else content
     except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-        raise OSError(f"{str(path)!r} is no complete {path.suffix} file ({error}). Fetch it again.") from error
+        raise OSError(f"{str(path)!r} is not a complete {path.suffix} file ({error}). Fetch it again.") from error
 
 
 def read_table(path: Path, documents: Documents = "auto") -> Table:
@@ -91,7 +91,7 @@ def read_table(path: Path, documents: Documents = "auto") -> Table:
         for name, value in row.items():
             table[name].append(value)
     if not table:
-        raise ValueError(f"{str(path)!r} holds no rows.")
+        raise ValueError(f"{str(path)!r} has no rows.")
     return table
 
 
@@ -173,7 +173,7 @@ def _parquet_rows(path: Path) -> Rows:
     try:
         return enumerate(parquet.read_table(io.BytesIO(_read_bytes(path))).to_pylist())
     except (ValueError, OSError) as error:  # Arrow's own errors are subclasses of these
-        raise OSError(f"{str(path)!r} is no readable Parquet file ({error}).") from error
+        raise OSError(f"{str(path)!r} is not a readable Parquet file ({error}).") from error
 
 
 def _document_rows(path: Path, documents: Documents = "auto") -> Rows:

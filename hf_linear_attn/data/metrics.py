@@ -50,7 +50,7 @@ def _f1(predictions: np.ndarray, references: np.ndarray) -> float:
     others = sorted({*predictions.tolist(), *references.tolist()} - {0, 1})
     if others:
         listed = ", ".join(map(str, others))
-        raise ValueError(f"f1 is defined for the classes 0 and 1; these rows have {listed}. Take accuracy instead.")
+        raise ValueError(f"f1 is defined for the classes 0 and 1; these rows have {listed}. Use accuracy instead.")
     return _classes_metric("f1_score", predictions, references, zero_division=0.0)
 
 
@@ -102,7 +102,7 @@ def _hub_metric(name: str) -> Metric:
     location, hash_sign, key = name.removeprefix(HUB_PREFIX).partition("#")
     path, colon, config = location.partition(":")
     if not path or (hash_sign and not key) or (colon and not config):
-        raise ValueError(f"{name!r} is no metric: write hub:PATH, hub:PATH:CONFIG or hub:PATH:CONFIG#KEY.")
+        raise ValueError(f"{name!r} is not a metric: write hub:PATH, hub:PATH:CONFIG or hub:PATH:CONFIG#KEY.")
     require_packages("evaluate", extra="train", purpose=f"The metric {name!r}")
     import evaluate
 

@@ -54,7 +54,7 @@ def load_source(
     datasets, path = import_datasets(), Path(source).expanduser()
     if path.exists():
         if config or revision:
-            raise ValueError(f"{source!r} is local; {config or revision!r} goes with Hub sets only.")
+            raise ValueError(f"{source!r} is local; {config or revision!r} applies to data sets of the Hub only.")
         splits = _load_folder(path, documents) if path.is_dir() else _load_files({"train": path}, documents)
     elif source.startswith((".", "/", "~")) or len(Path(source).parts) > 2 or file_suffix(path) in FORMATS:
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
@@ -132,7 +132,7 @@ def _load_files(files: Mapping[str, Path], documents: Documents) -> DatasetDict:
         try:
             splits[split] = datasets.Dataset.from_dict(table)
         except (ValueError, TypeError) as error:  # Arrow's own errors are subclasses of these
-            raise ValueError(f"{files[split]}: a column holds values of different kinds ({error}).") from error
+            raise ValueError(f"{files[split]}: a column has values of different kinds ({error}).") from error
     return splits
 
 

@@ -83,7 +83,7 @@ def load_task(name: str, *, folder: str | None = None, revision: str | None = No
     task = TASKS.get(name)
     if folder is not None:
         if revision is not None:
-            raise ValueError(f"The revision {revision!r} is of a Hub set; it does not go with the folder {folder!r}.")
+            raise ValueError(f"The revision {revision!r} is of a data set of the Hub, not of the folder {folder!r}.")
         return _from_files(task, Path(folder))
     repository, config = task.hub
     remedy = "Connect to the Hub, or give a folder with the files of the task: --data.folder FOLDER."
@@ -144,7 +144,7 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any
             raise ValueError(f"{where}: there is no {', '.join(missing)}; found {', '.join(row)}.")
         for name, column in zip(task.columns, layout.text, strict=True):
             if not isinstance(row[column], str) or not row[column].strip():
-                problem = f"column {column!r} holds no text: {shortened(row[column])}"
+                problem = f"column {column!r} has no text: {shortened(row[column])}"
                 raise ValueError(f"{location(path, line)}: {problem}. {REMEDY}")
             table[name].append(row[column])
         try:
@@ -152,7 +152,7 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any
         except ValueError as error:
             raise ValueError(f"{location(path, line)}: {error}. {REMEDY}") from None
     if not table["label"]:
-        raise ValueError(f"{str(path)!r} holds no rows.")
+        raise ValueError(f"{str(path)!r} has no rows.")
     return table
 
 
@@ -165,7 +165,7 @@ def _label(value: Any, task: Task, layout: FileLayout) -> float | int:
     try:
         score = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"the score {shortened(value)} is no number") from None
+        raise ValueError(f"the score {shortened(value)} is not a number") from None
     if not MIN_SCORE <= score <= MAX_SCORE:  # true of NaN, too
         raise ValueError(f"the score {shortened(value)} is not between {MIN_SCORE:g} and {MAX_SCORE:g}")
     return score

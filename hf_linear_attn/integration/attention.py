@@ -48,7 +48,7 @@ def linear_attention_forward(
     context = layer_context(module)
     if context is None:
         raise RuntimeError(
-            f"{type(module).__name__} was asked to run {IMPLEMENTATION!r} attention, but holds no linear attention: "
+            f"{type(module).__name__} was asked to run {IMPLEMENTATION!r} attention, but has no linear attention: "
             "the checkpoint was loaded without it. Load it with hf_linear_attn.load_pretrained(path), or with "
             "trust_remote_code=True."
         )
@@ -190,7 +190,7 @@ def _check_slice(call: InterfaceCall, boundaries: Tensor | None) -> None:
 
 
 def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLayer | None) -> Tensor:
-    """Return a full mask as booleans; raise where the mechanism or the cache cannot honour it."""
+    """Return a full mask as booleans; raise where the mechanism or the cache cannot apply it."""
     assert call.mask is not None
     mask = full_mask_to_bool(call.mask, call.label)
     if layer is not None:
@@ -209,7 +209,7 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
         )
     if not torch.compiler.is_compiling():
         logger.warning_once(  # type: ignore[attr-defined]
-            "A 4D attention mask (packed documents, a prefix, or one made by hand) is honoured in the quadratic form "
+            "A 4D attention mask (packed documents, a prefix, or one of your own) is applied in the quadratic form "
             "of linear attention: exact masking, O(L²) time and memory. A 2D padding mask keeps it linear."
         )
     return mask
@@ -219,7 +219,7 @@ def _check_call(call: InterfaceCall, mechanism: Any) -> None:
     for name in UNSUPPORTED:
         if call.kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{call.label} passes {name!r} to its attention, which linear attention cannot honour. Give the "
+                f"{call.label} passes {name!r} to its attention, which linear attention cannot apply. Give the "
                 "layer 'softmax'."
             )
     query, key = call.query, call.key

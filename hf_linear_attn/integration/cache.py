@@ -131,7 +131,7 @@ class LinearStateLayer(CacheLayerMixin):
         rows = next(tensor.shape[0] for tensor in self.state.values())
         if rows != query.shape[0]:
             raise ValueError(
-                f"The cache holds the states of {rows} rows, and the input has {query.shape[0]}. Give each row a "
+                f"The cache has the states of {rows} rows, and the input has {query.shape[0]}. Give each row a "
                 "state: cache.batch_repeat_interleave(n) repeats every one n times, "
                 "cache.batch_select_indices(indices) takes some."
             )
@@ -250,7 +250,7 @@ def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
     if not isinstance(layer, LinearStateLayer):
         if layer.is_initialized and int(layer.get_seq_length()) > 0:
             raise ValueError(
-                f"Layer {layer_index} of the given cache holds {int(layer.get_seq_length())} tokens of exact "
+                f"Layer {layer_index} of this cache has {int(layer.get_seq_length())} tokens of exact "
                 "attention, which linear attention cannot continue. Start with a new cache. (PEFT's prefix tuning "
                 "makes one: use LoRA or prompt tuning.)"
             )

@@ -2,7 +2,7 @@
 
 Our mask function returns the padding mask `[B, S]` (or None) wherever the pattern is simply causal or bidirectional,
 so that memory stays O(S). Every other pattern (packed documents, sliding windows, prefixes, a caller's own overlay) is
-returned in full, `[B, 1, L, S]`; a linear layer then either honours it in its quadratic form or refuses.
+returned in full, `[B, 1, L, S]`; a linear layer then either applies it in its quadratic form or refuses.
 """
 
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
     blocked = mask <= BLOCKED
     if not torch.compiler.is_compiling() and not bool((blocked | (mask == 0)).all()):
         raise NotImplementedError(
-            f"The attention mask of {layer} holds values other than 0 and a very negative number. An additive bias "
+            f"The attention mask of {layer} has values other than 0 and a very negative number. An additive bias "
             "cannot be expressed by linear attention: give the layer 'softmax', or pass a boolean mask."
         )
     return ~blocked

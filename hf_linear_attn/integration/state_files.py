@@ -58,7 +58,7 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
         for name, tensor in {"keys": layer.keys, "values": layer.values, **state}.items():
             tensors[f"{index}.{name}"] = tensor.detach().clone(memory_format=torch.contiguous_format)
     if not tokens:
-        raise ValueError("save_state: the cache holds no tokens. Pass the past_key_values of a forward pass.")
+        raise ValueError("save_state: the cache has no tokens. Pass the past_key_values of a forward pass.")
     metadata = {"format": FORMAT, "model": json.dumps(description), "tokens": json.dumps(tokens)}
     atomic_write(Path(path), save(tensors, metadata))
 
@@ -89,7 +89,7 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
             f"{str(path)!r} is truncated or no safetensors file ({error}). Save the state again."
         ) from error
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{str(path)!r} holds no decoding state of this version. Write it with save_state(model, …).")
+        raise ValueError(f"{str(path)!r} has no decoding state of this version. Write it with save_state(model, …).")
     difference = _difference(json.loads(metadata["model"]), description)
     if difference:
         raise ValueError(

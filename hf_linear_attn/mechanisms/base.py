@@ -73,10 +73,10 @@ class LinearAttention(nn.Module):
             feature_map.begin_forward()
 
     def check_mask(self, mask: Tensor | None) -> None:
-        """Raise a NotImplementedError on a mask `[B | 1, H | 1, L, S]` that the mechanism cannot honour."""
+        """Raise a NotImplementedError on a mask `[B | 1, H | 1, L, S]` that the mechanism cannot apply."""
         if mask is not None and mask.dim() == 4 and not self.dense_masks:
             raise NotImplementedError(
-                f"This mechanism cannot honour a 4D attention mask of shape {tuple(mask.shape)} (packed documents, a "
+                f"This mechanism cannot apply a 4D attention mask of shape {tuple(mask.shape)} (packed documents, a "
                 "prefix, or one made by hand). Pass a 2D padding mask, or use a kernelized mechanism."
             )
 
@@ -84,7 +84,7 @@ class LinearAttention(nn.Module):
         """Return the implied weights `[B, H, L, S]`, rows summing to 1: `forward` equals their product with the values.
 
         This takes O(L·S): it serves for study, for training losses on short inputs, and for masks that no linear form
-        can honour. Unless a mechanism has a form of its own, these are the outputs for an identity of values.
+        can apply. Unless a mechanism has a form of its own, these are the outputs for an identity of values.
         """
         key, keys = inputs.key, inputs.key.shape[2]
         identity = torch.eye(keys, dtype=compute_dtype(key), device=key.device).expand(*key.shape[:2], keys, keys)

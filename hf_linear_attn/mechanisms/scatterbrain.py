@@ -78,7 +78,7 @@ class ScatterbrainAttention(HybridAttention):
             return band
         if mask is not None and mask.dim() == 4:
             raise NotImplementedError(
-                "Hash buckets cannot honour a mask [B, H, L, S]. Pass a padding mask [B, S], or set num_hash_buckets=0."
+                "Hash buckets cannot apply a mask [B, H, L, S]. Pass a padding mask [B, S], or set num_hash_buckets=0."
             )
         return band | buckets.bucket_pairs(query, key, hashing, window=window, causal=causal, mask=mask)
 

@@ -262,7 +262,7 @@ class WindowAttention(HybridAttention):
             return inside
         if inputs.mask is not None and inputs.mask.dim() == 4:
             raise NotImplementedError(
-                "A store of keys cannot honour a mask [B, H, L, S]. Pass a padding mask [B, S], or set store_size=0."
+                "A store of keys cannot apply a mask [B, H, L, S]. Pass a padding mask [B, S], or set store_size=0."
             )
         stored = ops.stored_pairs(self._whole_call(inputs, self.log_mix))
         first = stored.shape[2] - inputs.query.shape[2]

@@ -94,7 +94,7 @@ class Budget:
             limit = float(parts["limit"])
             length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
             if cost == "speedup" and (limit <= 1 or length < 16):
-                raise ValueError(f"The budget {text!r} is no speedup of more than 1x at 16 tokens or more.")
+                raise ValueError(f"The budget {text!r} is not a speedup of more than 1x at 16 tokens or more.")
             return cls(text, 100 - limit if unit and unit.name == "recall" else limit, unit, length or None, cost)
         examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
         remedy = f"Budgets look like {examples}, '2x at 4096' or '25% cache at 8192'."

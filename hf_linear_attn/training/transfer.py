@@ -381,7 +381,7 @@ class AttentionTransferLoss:
         #: The mechanisms with learned parts.
         self.learned = [mechanism for mechanism in _mechanisms(model) if list(mechanism.parameters())]
         if not self.learned:
-            raise ValueError("None of the patched layers has anything to learn (list_attentions() tells which have).")
+            raise ValueError("None of the patched layers has anything to learn (list_attentions() says which have).")
         self.model = model
         self.kind = kind
         self.tokens = 0

@@ -110,19 +110,19 @@ def check_output(
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{name} is a file. Name a folder.")
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise OSError(f"Cannot write to {name}: {str(existing)!r} is no writable folder. Name another folder.")
+        raise OSError(f"Cannot write to {name}: {str(existing)!r} is not a writable folder. Name another folder.")
     contents = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if not contents:
         return
     if source is not None and Path(source).is_dir() and Path(source).resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{name} holds the model {source!r}, which would be lost. Name another folder.")
+        raise ValueError(f"{name} contains the model {source!r}, which would be lost. Name another folder.")
     if not any((folder / result).exists() for result in results):
         listed = ", ".join(contents[:3]) + (", …" if len(contents) > 3 else "")
-        raise ValueError(f"{name} holds files that are no result of this command ({listed}). Name a new folder.")
+        raise ValueError(f"{name} has files that are not a result of this command ({listed}). Name a new folder.")
     if not (overwrite or resume):
         continuation = "" if resume is None else "continue it (--resume), "
         remedy = f"{continuation}replace it (--overwrite), or name a new folder"
-        raise ValueError(f"{name} holds an earlier result: {remedy}.")
+        raise ValueError(f"{name} has an earlier result: {remedy}.")
 
 
 @contextmanager

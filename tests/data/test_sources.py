@@ -108,16 +108,16 @@ def test_wikitext(tmp_path):
 
 BAD_FILES = [
     ("a.csv", "", "a.csv' is empty"),
-    ("a.csv", "text,label\n", "a.csv' holds no rows"),
+    ("a.csv", "text,label\n", "a.csv' has no rows"),
     ("a.csv", "text,label\na,1\nb\n", "a.csv, line 3: 1 columns, expected 2; found ['b']"),
     ("a.csv", 'text,label\n"a,1\n', "a.csv, line 2: unexpected end of data"),
     ("a.csv", "text,text\na,1\n", "a.csv, line 1: the header has empty or repeated names: 'text'"),
     ("a.tsv", "text\tlabel\na\n", "a.tsv, line 2: 1 columns, expected 2"),
     ("a.json", "[1]", "a.json, entry 1: expected a JSON object, found 1"),
     ("a.json", "[\n{]", "a.json, line 2: no JSON"),
-    ("a.json", "[]", "a.json' holds no rows"),
+    ("a.json", "[]", "a.json' has no rows"),
     ("a.jsonl", '{"a": 1}\n{"b": 1}\n', "a.jsonl, line 2: the keys b, expected a"),
-    ("a.jsonl", '{"a": 1}\n{"a": "x"}\n', "a column holds values of different kinds"),
+    ("a.jsonl", '{"a": 1}\n{"a": "x"}\n', "a column has values of different kinds"),
     ("a.fasta", "MAS\n", "a.fasta, line 1: a FASTA record starts with '>'"),
     ("a.fasta", ">A\n>B\nM\n", "the record 'A' has no sequence"),
     ("a.jsonk", "{}", "format of .*a.jsonk' is unknown. Did you mean 'json"),
@@ -133,10 +133,10 @@ def test_bad_files_are_errors(name, text, message, tmp_path):
 
 def test_unreadable_files_are_errors(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR")
-    with pytest.raises(OSError, match="no readable Parquet file"):
+    with pytest.raises(OSError, match="not a readable Parquet file"):
         load_source(str(tmp_path / "a.parquet"))
     (tmp_path / "a.txt.gz").write_bytes(b"no gz")
-    with pytest.raises(OSError, match=r"no complete \.gz file"):
+    with pytest.raises(OSError, match=r"not a complete \.gz file"):
         load_source(str(tmp_path / "a.txt.gz"))
 
 
@@ -169,7 +169,7 @@ def test_hub_sets(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="several validation splits: train, dev, validation"):
         load_source("someone/some")
     write(tmp_path, {"a.txt": "one"})
-    with pytest.raises(ValueError, match="'c' goes with Hub sets only"):
+    with pytest.raises(ValueError, match="'c' applies to data sets of the Hub only"):
         load_source(str(tmp_path / "a.txt"), config="c")
 
 

@@ -119,14 +119,14 @@ def test_imdb(suffix, tmp_path):
 BAD_ROWS = [
     ("sst2", "sentence\tlabel\nfine\t1\nbroken\n", "train.tsv, line 3: 1 columns, expected 2; found ['broken']"),
     ("sst2", "sentence\tlabel\nfine\tnice\t1\n", "train.tsv, line 2: 3 columns, expected 2"),
-    ("sst2", "sentence\tlabel\n \t1\n", "train.tsv, line 2: column 'sentence' holds no text: ' '"),
+    ("sst2", "sentence\tlabel\n \t1\n", "train.tsv, line 2: column 'sentence' has no text: ' '"),
     ("sst2", "sentence\tlabel\nfine\t2\n", "train.tsv, line 2: unknown label '2'; expected one of 0, 1"),
     (
         "sst2",
         "sentence\tclass\nfine\t1\n",
         "train.tsv, line 1: there is no label; found sentence, class",
     ),
-    ("sst2", "sentence\tlabel\n", "train.tsv' holds no rows"),
+    ("sst2", "sentence\tlabel\n", "train.tsv' has no rows"),
     ("sst2", "\n", "train.tsv' is empty"),
     (
         "rte",
@@ -134,7 +134,7 @@ BAD_ROWS = [
         "unknown label '1'; expected one of entailment, not_ent",
     ),
     ("cola", "gj04\t1\tIt works\n", "train.tsv, line 1: 3 columns, expected 4"),
-    ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "train.tsv, line 2: the score 'high' is no number"),
+    ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "train.tsv, line 2: the score 'high' is not a number"),
     ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.1\n", "train.tsv, line 2: the score '5.1' is not between 0 and 5"),
     ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "train.tsv, line 2: the score 'nan' is not between 0 and 5"),
 ]
@@ -151,7 +151,7 @@ def test_bad_rows_are_errors(name, text, message, tmp_path):
     ("line", "message"),
     [
         ('{"label": 1}', "line 2: there is no text; found label"),
-        ('{"label": 1, "text": null}', "line 2: column 'text' holds no text: None"),
+        ('{"label": 1, "text": null}', "line 2: column 'text' has no text: None"),
         ('{"label": "1.0", "text": "a"}', "line 2: unknown label '1.0'; expected one of 0, 1"),
         ("[1]", "line 2: expected a JSON object"),
         ('{"label": 1', "line 2: no JSON"),
@@ -181,14 +181,14 @@ def test_missing_files_are_errors(tmp_path):
         load_task("rte", folder=str(tmp_path))
     (tmp_path / "train.jsonl.xz").write_bytes(b"no xz")
     write(tmp_path, {"test.jsonl": "{}"})
-    with pytest.raises(OSError, match=r"is no complete \.xz file"):
+    with pytest.raises(OSError, match=r"is not a complete \.xz file"):
         load_task("imdb", folder=str(tmp_path))
 
 
 def test_without_a_network_the_remedy_is_an_error(tmp_path):
     with pytest.raises(OSError, match=r"'nyu-mll/glue', config 'rte', revision 'main' .*--data.folder"):
         load_task("rte", revision="main")
-    with pytest.raises(ValueError, match="revision 'main' is of a Hub set"):
+    with pytest.raises(ValueError, match="revision 'main' is of a data set of the Hub"):
         load_task("rte", folder=str(tmp_path), revision="main")
 
 

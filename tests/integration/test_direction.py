@@ -77,7 +77,7 @@ def test_full_masks_are_those_of_an_encoder(said_by):
     for model, refuses in ((make_bidirectional(LLAMA.build(), said_by), True), (LLAMA.build(), False)):
         patch_small(model, "luna")
         if refuses:
-            with pytest.raises(NotImplementedError, match="cannot honour a 4D attention mask"):
+            with pytest.raises(NotImplementedError, match="cannot apply a 4D attention mask"):
                 model(token_ids(2, 14), attention_mask=mask, use_cache=False)
         else:
             logits(model, token_ids(2, 14), attention_mask=mask.tril(), use_cache=False)

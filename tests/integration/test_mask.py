@@ -107,7 +107,7 @@ def test_a_masked_future_stays_hidden_under_a_custom_mask(name, family):
 def test_a_mask_made_by_hand_is_refused(name, family):
     model, mask = patched(name, family), random_mask()
     mask = mask.tril() if family.causal else mask
-    with pytest.raises(NotImplementedError, match=r"cannot honour a 4D attention mask of shape \(2, 1, 14, 14\)"):
+    with pytest.raises(NotImplementedError, match=r"cannot apply a 4D attention mask of shape \(2, 1, 14, 14\)"):
         model(token_ids(2, LENGTH), attention_mask=mask, **no_cache(family))
     assert bool(torch.isfinite(logits(model, token_ids())).all())
 
@@ -117,7 +117,7 @@ def test_a_mask_made_by_hand_is_refused(name, family):
 def test_a_mask_made_by_hand_is_refused_by_an_observer_too(name, family, what):
     """Attention transfer and fidelity compute the mechanism's side from calls of the exact attention."""
     calls = observed(patched(name, family), token_ids(2, LENGTH), random_mask().tril(), **no_cache(family))
-    with pytest.raises(NotImplementedError, match=r"cannot honour a 4D attention mask of shape \(2, 1, 14, 14\)"):
+    with pytest.raises(NotImplementedError, match=r"cannot apply a 4D attention mask of shape \(2, 1, 14, 14\)"):
         getattr(calls[0], what)()
 
 

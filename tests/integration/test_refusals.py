@@ -1,4 +1,4 @@
-"""What linear attention cannot honour is refused, whoever asks for it; and what is asked for needlessly is taken."""
+"""What linear attention cannot apply is refused, whoever asks for it; and what is asked for needlessly is taken."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ def test_loading_with_a_config_at_hand(tmp_path):
     config = AutoConfig.from_pretrained(tmp_path)
     loaded = hla.load_pretrained(str(tmp_path), config=config)
     assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))
-    with pytest.raises(ValueError, match="holds no linear attention"):
+    with pytest.raises(ValueError, match="has no linear attention"):
         hla.load_pretrained(str(tmp_path), config=LLAMA.build().config)

@@ -141,7 +141,7 @@ def test_caches_that_cannot_be_saved(saved, tmp_path):
     mixture = hla.patch_model(LLAMA.build(), {"default": "hedgehog", "0": "softmax"})
     cases = (
         (exact, prompt_cache(exact, token_ids()), "is not patched"),
-        (model, DynamicCache(config=model.config), "holds no tokens"),
+        (model, DynamicCache(config=model.config), "has no tokens"),
         (model, prompt_cache(exact, token_ids()), "layer 0 of the cache was not filled by this"),
         (mixture, prompt_cache(model, token_ids()), "layer 0 of the cache was not filled by this"),
     )
@@ -169,5 +169,5 @@ def test_a_static_cache_that_is_linear_throughout(tmp_path):
 
 
 def test_encoders_have_no_state(tmp_path):
-    with pytest.raises(ValueError, match="holds no tokens"):
+    with pytest.raises(ValueError, match="has no tokens"):
         hla.save_state(patched("hedgehog", BERT), DynamicCache(), tmp_path / "state")

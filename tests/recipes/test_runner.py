@@ -56,7 +56,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thing").write_text("{}")
-    with pytest.raises(ValueError, match="no result of this command"):
+    with pytest.raises(ValueError, match="not a result of this command"):
         run_benchmark("squares", squares, {}, tmp_path)
 
 

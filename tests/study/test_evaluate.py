@@ -415,7 +415,7 @@ def test_output_folders_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     text = str(folder / "text.txt")
     for resume in (False, True):
-        with pytest.raises(ValueError, match="no result of this command"):
+        with pytest.raises(ValueError, match="not a result of this command"):
             run(folder / "gpt2", dataset=text, output=str(tmp_path / "mine"), resume=resume)
     with pytest.raises(NotADirectoryError, match="is a file"):
         run(folder / "gpt2", dataset=text, output=str(tmp_path / "file"))

@@ -60,7 +60,7 @@ def test_other_text_is_refused_with_examples(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["1x at 4096", "2x at 8"])
 def test_speedups_out_of_range_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"'{text}' is no speedup of more than 1x at 16 tokens or more"):
+    with pytest.raises(ValueError, match=f"'{text}' is not a speedup of more than 1x at 16 tokens or more"):
         Budget.parse(text)
 
 

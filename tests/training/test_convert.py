@@ -556,7 +556,7 @@ def test_further_training_arguments(arguments: dict[str, Any], message: str, fol
 def test_a_used_folder_is_not_overwritten(converted: tuple[Path, dict[str, Any], str], folder: Path) -> None:
     out, _, _ = converted
     before = weights(out)
-    with pytest.raises(ValueError, match=r"holds an earlier result.*--resume.*--overwrite"):
+    with pytest.raises(ValueError, match=r"has an earlier result.*--resume.*--overwrite"):
         convert(convert_config(folder / "encoder", folder / "task", out), console=quiet())
     with pytest.raises(ValueError, match=r"distill\.max_steps was 40, now 6.*the same version"):
         convert(convert_config(folder / "encoder", folder / "task", out, resume=True), console=quiet())
@@ -594,7 +594,7 @@ def test_an_overwritten_run_leaves_nothing(folder: Path, tmp_path: Path) -> None
 def test_a_foreign_folder_is_not_touched(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear", encoding="utf-8")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="no result of this command"):
+        with pytest.raises(ValueError, match="not a result of this command"):
             convert(
                 convert_config(folder / "encoder", folder / "task", tmp_path, overwrite=overwrite),
                 console=quiet(),

@@ -84,7 +84,7 @@ def test_the_rule_of_output_folders(tmp_path):
     check_output(out, ["result"])
     (out / "diary").write_text("mine")
     for flags in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(ValueError, match=r"--output '.*out' holds files that are no result .*\(diary\)"):
+        with pytest.raises(ValueError, match=r"--output '.*out' has files that are not a result .*\(diary\)"):
             check_output(out, ["result"], **flags)
     (out / "result").write_text("1")
     with pytest.raises(ValueError, match=r"earlier result: replace it \(--overwrite\), or name a new folder"):
@@ -93,9 +93,9 @@ def test_the_rule_of_output_folders(tmp_path):
         check_output(out, ["result"], resume=False, option="--save_model")
     check_output(out, ["result"], resume=True)
     check_output(out, ["result"], overwrite=True)
-    with pytest.raises(ValueError, match=r"holds the model .* would be lost"):
+    with pytest.raises(ValueError, match=r"contains the model .* would be lost"):
         check_output(tmp_path / "new", ["out"], overwrite=True, source=str(out))
-    for path, message in ((out / "diary", "is a file"), (out / "diary" / "below", "no writable folder")):
+    for path, message in ((out / "diary", "is a file"), (out / "diary" / "below", "not a writable folder")):
         with pytest.raises(OSError, match=message):
             check_output(path, ["result"])
 
