@@ -35,7 +35,7 @@ from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from ..utils.options import flatten, to_dict
-from .records import RECORDS_FILE, Conditions, Record, Records
+from .records import LEARNED_FOLDER, RECORDS_FILE, Conditions, Record, Records
 from .stage_log import PROGRESS_SECONDS, StageCallback, StageLog, format_metrics
 from .study import Study
 
@@ -46,6 +46,8 @@ TRAINERS: dict[str, type[FinetuningTrainer]] = {
     "distill": DistillationTrainer,
 }
 
+#: In the folder of a run: its study, which another command does not take for one of its own.
+STUDY_FOLDER = "study"
 LOG_FILE = "log.jsonl"
 RESULTS_FILE = "results.json"
 
@@ -60,7 +62,7 @@ FREE_OPTIONS = (
 
 
 class Run:
-    """One run in its folder: a `Study`, with `log.jsonl`, `model/` and `results.json` beside its records.
+    """One run in its folder: a study in `study/`, and `log.jsonl`, `model/` and `results.json` beside it.
 
     `checkpoints/` is what a stage can resume from until it is finished. It reports its progress on the console, by
     default stderr.
@@ -82,7 +84,13 @@ class Run:
         self.console = console or Console(stderr=True)
         self.trackers = installed_trackers(config.report_to)
         choice = {"overwrite": config.overwrite, "resume": config.resume}
-        check_output(self.folder, [RECORDS_FILE, RESULTS_FILE], **choice, source=config.model, option="output")
+        check_output(
+            self.folder,
+            [f"{STUDY_FOLDER}/{RECORDS_FILE}", RESULTS_FILE],
+            **choice,
+            source=config.model,
+            option="output",
+        )
         self.use_cpu = runs_on_cpu(config.device == "cpu")
         self.process = PartialState(cpu=self.use_cpu)
         check_launch(self.process)
@@ -105,7 +113,7 @@ class Run:
 
     def _open_study(self) -> Study:
         """Return the study in the folder, of which only the first process writes anything."""
-        config, path = self.config, self.folder / RECORDS_FILE
+        config, path = self.config, self.folder / STUDY_FOLDER / RECORDS_FILE
         records = Records(path if config.resume and path.is_file() else None)
         if records.runs:
             before, now = (flatten(values) for values in (list(records.runs.values())[-1].settings, to_dict(config)))
@@ -117,7 +125,7 @@ class Run:
                 raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
         records.path = path if self.is_main_process else None
         records.start_run(self.tool, to_dict(config), environment(self.process.device))
-        return Study(self.folder, records, writes=self.is_main_process)
+        return Study(path.parent, records, writes=self.is_main_process)
 
     def _conditions(self, stage: str) -> Conditions:
         options = flatten(to_dict(self.config))
@@ -129,7 +137,7 @@ class Run:
         if self.is_main_process and not self._is_prepared:
             if self.config.overwrite:
                 clear_folder(self.folder)
-            for folder in (self.folder, self.folder / "checkpoints"):
+            for folder in (self.folder, *(self.folder / name for name in ("checkpoints", STUDY_FOLDER))):
                 remove_partial_files(folder)
         if not self._is_prepared and "processes" not in self.state:
             self.record("processes", {"processes": self.process.num_processes})
@@ -213,8 +221,9 @@ class Run:
         return trained[0]
 
     def remove_checkpoints(self) -> None:
-        """Remove the checkpoints of a finished run, which needs them no longer, but not what its trackers wrote."""
+        """Remove what a finished run could have resumed from, but not what its trackers wrote."""
         if self.is_main_process:
+            shutil.rmtree(self.folder / STUDY_FOLDER / LEARNED_FOLDER, ignore_errors=True)
             for path in (self.folder / "checkpoints").glob("*/*"):
                 if path.name != "runs":
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -288,25 +297,6 @@ class Run:
         accelerator = self._accelerator(folder)
         skeleton = meta_copy(model) if shards_models(accelerator) else None
         batch = config.per_device_eval_batch_size or 2 * section.per_device_train_batch_size
-        log = StageLog("transfer", self.folder / LOG_FILE, self.say, section.max_steps)
-        begun = False
-
-        def write(values: dict[str, float]) -> None:
-            nonlocal begun
-            step = int(values.pop("step"))
-            if self.is_main_process and not begun:
-                log.begin(step - 1)
-            begun = True
-            if "eval_loss" in values:
-                log.report_metrics(step, values)
-            elif step % section.logging_steps and step not in (1, section.max_steps):
-                return
-            else:
-                log.report(step, values["loss"])
-            if self.is_main_process:
-                log.add(step, values)
-            accelerator.log(values, step=step)
-
         checkpoint = folder / "state.safetensors"
         if not config.resume and self.is_main_process:
             checkpoint.unlink(missing_ok=True)
@@ -328,7 +318,7 @@ class Run:
                 checkpoint=checkpoint,
                 save_every=config.save_steps,
                 accelerator=accelerator,
-                log=write,
+                log=self._transfer_log(accelerator),
             )
         except InterruptedRunError as error:
             raise InterruptedRunError(error.where, RESUME, error.number) from None
@@ -342,6 +332,29 @@ class Run:
             "best_step": result.best_step,
             "evaluations": [[step, {"loss": loss}] for step, loss in result.evaluations],
         }
+
+    def _transfer_log(self, accelerator: Accelerator) -> Callable[[dict[str, float]], None]:
+        """Return what logs a step or an evaluation of the attention transfer."""
+        section, begun = self.config.transfer, False
+        log = StageLog("transfer", self.folder / LOG_FILE, self.say, section.max_steps)
+
+        def write(values: dict[str, float]) -> None:
+            nonlocal begun
+            step = int(values.pop("step"))
+            if self.is_main_process and not begun:
+                log.begin(step - 1)
+            begun = True
+            if "eval_loss" in values:
+                log.report_metrics(step, values)
+            elif step % section.logging_steps and step not in (1, section.max_steps):
+                return
+            else:
+                log.report(step, values["loss"])
+            if self.is_main_process:
+                log.add(step, values)
+            accelerator.log(values, step=step)
+
+        return write
 
     def _accelerator(self, folder: Path) -> Accelerator:
         """Return the accelerator of the attention transfer, with its trackers."""

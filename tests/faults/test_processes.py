@@ -79,7 +79,9 @@ def weights(out: Path) -> bytes:
 def reached(out: Path) -> str:
     """How far a run is, by what lies in its folder."""
     lines = (
-        (out / "records.jsonl").read_text(encoding="utf-8").splitlines() if (out / "records.jsonl").is_file() else []
+        (out / "study" / "records.jsonl").read_text(encoding="utf-8").splitlines()
+        if (out / "study" / "records.jsonl").is_file()
+        else []
     )
     done = [label for line in lines if (label := json.loads(line).get("label"))]
     steps = sorted(
@@ -104,7 +106,9 @@ def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None
     whole = tmp_path / "whole"
     began = time.monotonic()
     process = start(recipe_command(name, tmp_path, whole), tmp_path)
-    assert wait_for((whole / "records.jsonl").exists, process), (tmp_path / "output.txt").read_text(encoding="utf-8")
+    assert wait_for((whole / "study" / "records.jsonl").exists, process), (tmp_path / "output.txt").read_text(
+        encoding="utf-8"
+    )
     begin = time.monotonic() - began
     assert process.wait(PATIENCE) == 0, (tmp_path / "output.txt").read_text(encoding="utf-8")[-800:]
     rest = time.monotonic() - began - begin
@@ -115,7 +119,7 @@ def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None
         for again in range(KILLS):
             resume = ["--resume"] if again else []
             process = start(recipe_command(name, tmp_path, out, *resume), tmp_path)
-            wait_for((out / "records.jsonl").exists, process)
+            wait_for((out / "study" / "records.jsonl").exists, process)
             time.sleep(begin * bool(again) + moments.uniform(0, rest))
             if process.poll() is None:
                 kill(process)

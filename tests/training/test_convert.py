@@ -23,6 +23,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.study import convert as stages
 from hf_linear_attn.study import stages as study_stages
 from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.study.study import check_study
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.training.tiny_runs import (
@@ -134,8 +135,9 @@ def test_trackers_hold_every_stage(converted: tuple[Path, dict[str, Any], str]) 
 
 def test_a_finished_run_leaves_models_and_reports(converted: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = converted
-    reports = {"records.jsonl", "learned", "log.jsonl", "results.json"}
+    reports = {"study", "log.jsonl", "results.json"}
     assert {path.name for path in out.iterdir()} == {*reports, "model", "teacher", "checkpoints"}
+    assert [path.name for path in (out / "study").iterdir()] == ["records.jsonl"]
     files = [path.name for path in (out / "checkpoints").rglob("*") if path.is_file()]
     assert files
     assert all(name.startswith("events.out.tfevents.") for name in files)
@@ -589,6 +591,12 @@ def test_an_overwritten_run_leaves_nothing(folder: Path, tmp_path: Path) -> None
     finetune(finetune_config(*paths, train__max_steps=2, overwrite=True), console=quiet())
     assert [row["step"] for row in log_rows(paths[2], "train") if "train_loss" in row] == [2]
     assert not (paths[2] / "notes.txt").exists()
+
+
+def test_another_command_does_not_replace_a_conversion(converted: tuple[Path, dict[str, Any], str]) -> None:
+    out, _, _ = converted
+    with pytest.raises(ValueError, match="no result of this command"):
+        check_study(out, overwrite=True)
 
 
 def test_a_foreign_folder_is_not_touched(folder: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def weights(out: Path) -> bytes:
 
 def forget(out: Path, *stages: str) -> None:
     """Let a finished run be one that was killed after its last checkpoint: its records lack the stages."""
-    path = out / "records.jsonl"
+    path = out / "study" / "records.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text("".join(line for line in lines if json.loads(line).get("label") not in stages), encoding="utf-8")
     (out / "results.json").unlink()
