@@ -285,7 +285,7 @@ class Variants:
         for name in (EXACT, *VARIANTS):
             records = {one: self.study.records.latest(self.conditions(name, one)) for one in MEASUREMENTS}
             known = {one: record.values[0]["value"] for one, record in records.items() if record is not None}
-            measured |= {name: known} if known else {}
+            measured |= {name: known} if "perplexity" in known else {}  # others were measured with other options
         write_json(
             self.folder / "results.json",
             {"config": public_options(self.config), "heads": self.heads, "stages": self._stages(measured), **measured},

@@ -70,6 +70,16 @@ def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
     records = (out / "records.jsonl").read_bytes()
     assert main(arguments_of(tmp_path / "again", variants, f"--output={out}", "--exact_share=0.34")) == 0
     assert (out / "records.jsonl").read_bytes() == records
+    # What depends on another option is measured anew, and nothing else.
+    others = ("--variants=[mixture]", "--exact_share=0.34", "--test_tokens=96")
+    assert main(arguments_of(tmp_path, *others)) == 0
+    added = (out / "records.jsonl").read_bytes()[len(records) :].decode().splitlines()
+    new = [record["conditions"] for record in map(json.loads, added) if record["kind"] == "record"]
+    assert [(one["attention"], one["measurement"]) for one in new] == [
+        ("exact", "perplexity"),
+        ("mixture", "perplexity"),
+    ]
+    assert "| near " not in (out / "report.md").read_text()
 
 
 def test_wrong_options_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
