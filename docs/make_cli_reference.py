@@ -7,14 +7,14 @@ python docs/make_cli_reference.py --check    # writes nothing; exit code 1 if th
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hf_linear_attn.cli import PROGRAM, VERBS, Verb
+from hf_linear_attn.cli import PROGRAM, VERBS, load_verb
+from hf_linear_attn.cli.verb import Verb
 
 PAGE = Path(__file__).resolve().parent / "cli.md"
 
@@ -24,11 +24,12 @@ INTRODUCTION = f"""# Command line
 
 `{PROGRAM} VERB --help` shows the options that matter first, and `--help all` every option. This page lists all of them.
 
-- Every option of a verb is a flag, and a key of a YAML file (`--config FILE`). A flag overrides the file. Options of a
-  section have a dot in their flag (`--data.task`) and stand below the section's name in YAML.
-- `--print_config` prints the config as it would be used, as YAML, and exits.
+- Every option of a verb is a flag, and a key of a YAML file (`--config FILE`). What stands later counts. Options of a
+  section have a dot in their flag (`--data.task`) and stand below the section's name in YAML. `MODEL`, `OUTPUT` and
+  `NAME` have no flag.
+- `--print_config` prints the options as YAML, and exits.
 - A mapping takes one flag for each key: `--options.window_size 32`.
-- A list takes several values, or one with commas: `--layers 0,1,-1`. `null` is no value.
+- A list takes several values: `--layers 0 1 -1`. `null` is no value.
 - An output folder is new or empty. `--resume` continues an earlier result in it, `--overwrite` replaces it, and other
   files are never touched.
 - `--traceback` shows the traceback of an error. Without it an expected error is one line.
@@ -54,8 +55,8 @@ def reference() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     described: dict[str, str] = {}
-    for name, verb in VERBS.items():
-        parts.append(verb_reference(name, verb, described))
+    for name in VERBS:
+        parts.append(verb_reference(name, load_verb(name), described))
     return "\n".join(parts)
 
 
@@ -68,18 +69,13 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
         described: Row of an option, without the name of its section -> where the page has it. An option with the same
             row is named only. Rows of the verbs in `REFERRED` are added.
     """
-    module, _, attribute = verb.config.partition(":")
-    config = getattr(importlib.import_module(f"hf_linear_attn.{module}"), attribute)
-    note = ""
-    if verb.positionals:
-        note = f" {_sentence_list(verb.positionals)} may be given without the flag."
-    parts = [f"## {name}", "", f"{verb.summary[0].upper()}{verb.summary[1:]}.{note}", ""]
+    parts = [f"## {name}", "", f"{verb.summary[0].upper()}{verb.summary[1:]}.", ""]
     commands = [line for line in verb.examples.splitlines() if line.startswith((PROGRAM, "accelerate"))]
     if commands:
         parts += ["```bash", *commands, "```", ""]
     sections: dict[str, list[str]] = {}
     same: dict[str, list[str]] = {}
-    for section, row in rows(config):
+    for section, row in rows(verb.config, verb.positionals):
         words = row.replace(f"--{section}.", "--")
         if words in described:
             same.setdefault(described[words], []).append(row.split()[1])
@@ -96,7 +92,7 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
     return "\n".join(parts)
 
 
-def rows(config: type, section: str = "") -> Iterator[tuple[str, str]]:
+def rows(config: type, positionals: tuple[str, ...] = (), section: str = "") -> Iterator[tuple[str, str]]:
     """The section and the table row of every option of a config; its own options come before its sections."""
     hints = get_type_hints(config)
     nested = []
@@ -105,10 +101,11 @@ def rows(config: type, section: str = "") -> Iterator[tuple[str, str]]:
             nested.append(field.name)
             continue
         flag = f"--{section}.{field.name}" if section else f"--{field.name}"
+        flag = field.name.upper() if field.name in positionals else flag
         text = field.metadata.get("help", "").replace("|", "\\|")
         yield section, f"| `{flag}` | {value_name(hints[field.name])} | {default(field)} | {text} |"
     for name in nested:
-        yield from rows(hints[name], f"{section}.{name}" if section else name)
+        yield from rows(hints[name], (), f"{section}.{name}" if section else name)
 
 
 def value_name(hint: Any) -> str:
@@ -133,13 +130,8 @@ def default(field: dataclasses.Field[Any]) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, (tuple, list)):
-        return f"`{','.join(str(item) for item in value)}`"
+        return f"`{' '.join(str(item) for item in value)}`"
     return f"`{value}`"
-
-
-def _sentence_list(names: tuple[str, ...]) -> str:
-    quoted = [f"`--{name}`" for name in names]
-    return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .checkpoints import load_pretrained as load_pretrained
     from .config import LayerConfig as LayerConfig
     from .config import LinearAttentionConfig as LinearAttentionConfig
+    from .exporting import export as export
     from .integration.context import is_patched as is_patched
     from .integration.context_parallel import context_parallel as context_parallel
     from .integration.exact import AttentionCall as AttentionCall
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from .registry import list_attentions as list_attentions
     from .registry import register_attention as register_attention
     from .registry import register_feature_map as register_feature_map
+    from .streaming import read_stream as read_stream
+    from .study.convert import convert as convert
+    from .study.convert import finetune as finetune
     from .study.evaluate import evaluate as evaluate
     from .study.plan import plan as plan
     from .study.results import Evaluation as Evaluation
@@ -56,7 +60,10 @@ if TYPE_CHECKING:
 _NAMES = {
     "checkpoints": ("load_pretrained",),
     "config": ("LayerConfig", "LinearAttentionConfig"),
+    "exporting": ("export",),
+    "streaming": ("read_stream",),
     "study.evaluate": ("evaluate",),
+    "study.convert": ("convert", "finetune"),
     "measure.fidelity": ("Fidelity", "measure_fidelity"),
     "training.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
     "measure.recall": ("Recall", "measure_recall"),

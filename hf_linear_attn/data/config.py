@@ -21,7 +21,7 @@ class DataConfig:
     dataset_config: str | None = option(None, "configuration of a data set of the Hub")
     revision: str | None = option(None, "branch, tag or commit of a data set of the Hub")
     text_columns: tuple[str, ...] = option(("text",), "text column of your own data, or two for pairs", common=True)
-    label_column: str = option("label", "label column of your own data")
+    label_column: str = option("label", "label column of your own data", common=True)
     documents: Documents = option(
         "auto",
         "documents of a text file: auto (parts between <|endoftext|>, WikiText articles, lines of .smi, else the whole "

@@ -31,7 +31,7 @@ from ..training.transfer import exact_length
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import accepted, evaluation_mode, mean_pooling, model_inputs, shared_copy
-from ..utils.options import to_dict
+from ..utils.options import make_config, to_dict
 from ..utils.timing import time_interleaved
 from .card import exactness, example, model_card, results_table, speed_table
 from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
@@ -49,12 +49,12 @@ TIMING_SECONDS, MIN_ROUNDS = 2.0, 7
 TRANSFER_COST, TRAINING_COST, DISTILLATION_COST = 2.0, 3.0, 4.0
 
 
-def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Train a model, exact or patched, on the loss of a task; otherwise as `convert`."""
-    return _execute(config, console, _finetune)
+def finetune(config: FinetuneConfig | None = None, *, console: Console | None = None, **options: Any) -> dict[str, Any]:
+    """Train a model, exact or patched, on the loss of a task; otherwise as `convert`, with a `FinetuneConfig`."""
+    return _execute(make_config(FinetuneConfig, config, options), console, _finetune)
 
 
-def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[str, Any]:
+def convert(config: ConvertConfig | None = None, *, console: Console | None = None, **options: Any) -> dict[str, Any]:
     """Convert a fine-tuned model: (teacher) -> attention transfer -> distillation -> a measured checkpoint.
 
     The run reports its progress on the console, by default stderr. In the output folder `model/` is the checkpoint with
@@ -62,11 +62,21 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
     any training, after attention transfer and after distillation, and its speed beside the teacher's. With `control`
     the teacher is trained as long, with exact attention, and its metrics stand beside those.
 
+        convert(model="./bert-sst2", output="out", attention="hedgehog", data={"task": "sst2"})
+
+    Args:
+        config: All options at once.
+        console: Where progress is shown.
+        **options: Fields of `ConvertConfig`, which override those of `config`. Sections are mappings, as in YAML.
+
+    Returns:
+        What `results.json` has.
+
     Raises:
         ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
         InterruptedRunError: SIGINT or SIGTERM. What is finished is stored.
     """
-    return _execute(config, console, _convert)
+    return _execute(make_config(ConvertConfig, config, options), console, _convert)
 
 
 def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:

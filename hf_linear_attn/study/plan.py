@@ -25,7 +25,7 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import check_output
 from ..utils.models import shared_copy, torch_device
-from ..utils.options import OptionError
+from ..utils.options import OptionError, make_config
 from ..utils.progress import ConsoleProgress
 from .budget import Budget
 from .inputs import Inputs, inputs_text, recall_measurement, row_facts, task_inputs, text_inputs
@@ -62,19 +62,23 @@ class PlannedModel:
     positions_note: str  # about lengths beyond the model's positions
 
 
-def plan(config: PlanConfig, *, console: Console | None = None) -> PlanResult:
+def plan(config: PlanConfig | None = None, *, console: Console | None = None, **options: Any) -> PlanResult:
     """Find which layers or heads to convert under a budget, write the plan and its report, and show a table.
+
+        plan(model="gpt2", budget="2% perplexity", data={"dataset": "wiki.txt"}, output="plan").met
 
     Where the data cannot judge attention, no plan is written for a budget of quality.
 
     Args:
         config: What is searched, and how thoroughly.
         console: Where progress and results are shown; None: stdout.
+        **options: Fields of `PlanConfig`, which override those of `config`. Sections are mappings, as in YAML.
 
     Raises:
         ValueError, OSError: Options, a model or data that cannot be used. Nothing has been measured then.
         ImportError: A package of the extra `demo` is missing.
     """
+    config = make_config(PlanConfig, config, options)
     started = time.perf_counter()
     require_packages("jinja2", "matplotlib", "pandas", extra="demo", purpose="A plan's report")
     budget, where = Budget.parse(config.budget), {"overwrite": config.overwrite, "resume": config.resume}
@@ -118,11 +122,6 @@ def plan(config: PlanConfig, *, console: Console | None = None) -> PlanResult:
         if config.save_model is not None:
             progress.log(save_planned(result, one, patched, config))
     return result
-
-
-def run_plan(config: PlanConfig) -> int:
-    """Plan, and return the exit code (see `PlanResult.exit_code`)."""
-    return plan(config).exit_code
 
 
 def _log_data(study: Study, facts: dict[str, Any]) -> None:

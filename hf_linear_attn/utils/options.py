@@ -7,10 +7,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, field, fields
+from dataclasses import MISSING, asdict, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Config = TypeVar("Config")
 
 #: Types of options: what a value must be an instance of, and what error messages call it.
 TYPES: dict[Any, tuple[Any, str]] = {
@@ -142,6 +144,50 @@ def check_exclusive(config: Any, first: str, second: str) -> None:
     """Raise an OptionError if both of two options are set."""
     if getattr(config, first) and getattr(config, second):
         raise OptionError(first, f"excludes {second}. Give only one of them.")
+
+
+def build_config(config_class: type[Config], values: Mapping[str, Any], section: str = "") -> Config:
+    """Return a config from its options by name, as a YAML file has them: sections are mappings, and lists are lists.
+
+    Options and sections that are left out, and sections without a value, have their defaults.
+
+    Raises:
+        OptionError: A value that the config refuses; an option of a section is named with its section.
+        TypeError: There is no such option, or one without a default is missing.
+    """
+    hints, arguments = get_type_hints(config_class), dict(values)
+    for name, value in values.items():
+        if is_dataclass(hints.get(name)) and isinstance(value, Mapping | None):
+            # The parent may have chosen other defaults than the section itself.
+            default = to_dict(default_of(config_class, name))
+            arguments[name] = build_config(hints[name], default | dict(value or {}), f"{section}{name}.")
+            continue
+        kind, _ = without_none(hints.get(name))
+        if get_origin(kind) is tuple and isinstance(value, list):
+            if len(value) == 1 and isinstance(value[0], list | None):
+                value = value[0]  # a flag takes entries, and `null` and `[]` too
+            arguments[name] = None if value is None else tuple(value)
+        elif kind is float and type(value) is int:
+            arguments[name] = float(value)
+    try:
+        config = config_class(**arguments)
+        check_options(config)
+    except OptionError as error:
+        raise OptionError(f"{section}{error.field}", error.text) from None
+    return config
+
+
+def make_config(config_class: type[Config], config: Config | None, options: Mapping[str, Any]) -> Config:
+    """Return the config with further options, or the one that options make by themselves. Errors as `build_config`."""
+    if config is not None and not options:
+        return config
+    return build_config(config_class, (to_dict(config) if config is not None else {}) | dict(options))
+
+
+def default_of(config_class: Any, name: str) -> Any:
+    """Return the default value of a field of a dataclass, or `dataclasses.MISSING`."""
+    entry = config_class.__dataclass_fields__[name]
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _export(attention: str, longest: int, folder: Path) -> None:
     from transformers import AutoModel
 
     import hf_linear_attn as hla
-    from hf_linear_attn.export import export_model
+    from hf_linear_attn.exporting import export_model
 
     torch.set_num_threads(1)
     model = AutoModel.from_pretrained(_encoder_path(), add_pooling_layer=False).eval()

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from hf_linear_attn import list_attentions
-from hf_linear_attn.cli import directions
+from hf_linear_attn.cli.listing import directions
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds

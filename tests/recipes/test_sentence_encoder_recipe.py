@@ -63,5 +63,5 @@ def test_an_encoder_is_converted_and_searched_with(tmp_path: Path, monkeypatch: 
 
 def test_wrong_options_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--output", str(tmp_path / "out")]) == 2
-    assert "--test_text" in capsys.readouterr().err
+    assert "test_text" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

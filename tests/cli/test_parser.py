@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +11,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from hf_linear_attn.utils.arguments import (
-    UsageError,
-    exit_code,
-    parse_config,
-)
+from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.utils.options import OptionError, check_options, flatten, option, to_dict
 
 
@@ -27,6 +24,7 @@ class Section:
     rate: float = option(0.5, "a rate, 100 %", least=0)
     limit: float | None = option(None, "a limit")
     quick: bool = option(False, "quick")
+    learning_rate: float = option(0.1, "learning rate")
     mode: Literal["a", "b"] = option("a", "a mode")
     lengths: tuple[int, ...] = option((1, 2), "lengths")
     columns: tuple[str, ...] | None = option(None, "columns")
@@ -75,10 +73,7 @@ VALUES = [
     ("limit", "null", None),
     ("quick", "true", True),
     ("mode", "b", "b"),
-    ("lengths", "[]", ()),
-    ("lengths", "[4, -5]", (4, -5)),
     ("columns", "null", None),
-    ("columns", "[my column]", ("my column",)),
     ("options", "{}", {}),
     ("options", "{seed: 1, deep: {a: [1, 2]}}", {"seed": 1, "deep": {"a": [1, 2]}}),
 ]
@@ -93,9 +88,22 @@ def test_every_type_from_file_and_flag(tmp_path, name, text, expected):
         assert type(value) is type(expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "expected"),
+    [
+        ("lengths", "[]", [], ()),
+        ("lengths", "[4, -5]", ["4", "-5"], (4, -5)),
+        ("columns", "[my column, '1']", ["my column", "1"], ("my column", "1")),
+    ],
+)
+def test_lists(tmp_path, name, text, flags, expected):
+    file = yaml_file(tmp_path, f"part:\n  {name}: {text}\n")
+    for config in (parse("--config", file), parse(f"--part.{name}", *flags)):
+        assert getattr(config.part, name) == expected
+
+
 def test_forms_of_flags():
-    assert parse("--part.lengths", "4", "-5").part.lengths == (4, -5)
-    assert parse("--part.lengths", "4,5", "--part.lengths=6").part.lengths == (4, 5, 6)
+    assert parse("--part.lengths", "4", "--part.lengths=6").part.lengths == (6,)
     assert parse("--part.quick", "--part.count=2").part == Section(quick=True, count=2)
     assert parse("--part.quick", "false").part.quick is False
     assert parse("m", "--part.name", "x=y").part.name == "x=y"
@@ -120,33 +128,33 @@ def test_forms_of_flags():
         ("quick", "maybe", "part.quick: must be true or false"),
         ("mode", "c", "part.mode: must be one of 'a', 'b', got 'c'"),
         ("lengths", "[1, x]", "part.lengths: must be a list, each entry a whole number"),
-        ("options", "5", "part.options: must be a mapping"),
+        ("options", "5", "options"),
     ],
 )
 def test_bad_values_name_the_option(tmp_path, name, text, message):
     with pytest.raises(ValueError, match="must be") as caught:
         parse("--config", yaml_file(tmp_path, f"part: {{{name}: {text}}}\n"))
     assert message.removeprefix("part.").split(", got")[0] in str(caught.value)
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises((ArgumentError, OptionError), match=f"part.{name}"):
         parse(f"--part.{name}={text}")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("part: {name: 1.10}", "part.name: must be text, got '1.1'"),
-        ("part: {count: null}", "part.count must be a whole number, got null"),
-        ("part: {cuont: 1}", r"unknown option 'part.cuont'. Did you mean 'part.count'"),
-        ("count: 1", r"unknown option 'count'. Did you mean 'part.count' or 'other.count'"),
-        ("prat: {}", "unknown option 'prat'"),
-        ("part: 5", "'part' is a section. Give its options by name, got 5"),
-        ("- a", "must hold options such as 'data:', not a list"),
-        ("a: [1", "is not YAML"),
-        ("part: {count: !!python/object/apply:os.getcwd []}", "is not YAML"),
+        ("part: {name: 1.10}", "part.name: must be text, got 1.1"),
+        ("part: {count: null}", "part.count: must be a whole number of at least 1, got None"),
+        ("part: {cuont: 1}", "part.cuont: is no option. Did you mean '--part.count'"),
+        ("count: 1", "count: is no option. Did you mean '--part.count' or '--other.count'"),
+        ("prat: {}", "prat: is no option."),
+        ("part: 5", "part: is a section: give its options by name, got 5"),
+        ("- a", "Unexpected config: - a"),
+        ("a: [1", "Problems parsing config"),
+        ("part: {count: !!python/object/apply:os.getcwd []}", "Problems parsing config"),
     ],
 )
 def test_bad_files(tmp_path, text, message):
-    with pytest.raises((UsageError, OptionError)) as caught:
+    with pytest.raises((ArgumentError, OptionError)) as caught:
         parse("--config", yaml_file(tmp_path, text))
     assert message in str(caught.value)
 
@@ -154,30 +162,31 @@ def test_bad_files(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--part.cuont", "1"], "unknown option --part.cuont. Did you mean '--part.count'"),
-        (["--prat.count", "1"], "unknown option --prat.count. Did you mean '--part.count'"),
-        (["--part.count"], "--part.count needs a value"),
-        (["a", "b"], "unexpected argument 'b'"),
-        (["--config", "none.yaml"], "there is no file 'none.yaml'"),
+        (["--part.cuont", "1"], "part.cuont: is no option. Did you mean '--part.count'"),
+        (["--prat.count", "1"], "prat.count: is no option. Did you mean '--part.count'"),
+        (["--other.lr", "1"], "other.lr: is no option. Did you mean '--other.learning_rate'?"),
+        (["--part.count"], "argument --part.count: expected one argument"),
+        (["a", "b"], "unrecognized arguments: b"),
+        (["--config", "none.yaml"], "File does not exist: "),
     ],
 )
 def test_bad_flags(arguments, message):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises((ArgumentError, OptionError)) as caught:
         parse(*arguments)
     assert message in str(caught.value)
 
 
 def test_required_options():
     assert parse("m", "--seed", "3", config_class=Required) == Required("m", 3)
-    with pytest.raises(UsageError, match="MODEL is missing"):
+    with pytest.raises(ArgumentError, match="arguments are required: model"):
         parse("--seed", "3", config_class=Required)
-    with pytest.raises(UsageError, match="--seed is missing"):
+    with pytest.raises(ArgumentError, match="arguments are required: seed"):
         parse("m", config_class=Required)
 
 
 def test_flags_override_files_which_override_defaults(tmp_path):
     file = yaml_file(tmp_path, "part:\n  count: 3\n  rate: 2\n  options: {a: 1, b: 2}\nother:\n")
-    config = parse("--part.count", "4", "--part.options.b", "5", "--config", file, "--other.name", "x")
+    config = parse("--config", file, "--part.count", "4", "--part.options.b", "5", "--other.name", "x")
     assert config.part == Section(count=4, rate=2.0, options={"a": 1, "b": 5})
     # A section keeps the defaults that its parent chose.
     assert config.other == Section(name="x", count=5)
@@ -217,7 +226,6 @@ def test_print_config_and_help(capsys):
     texts = " ".join(capsys.readouterr().out.split())
     assert "a rate, 100 % (default: 0.5)" in texts
     assert "--other.count INT a count (default: 5)" in texts
-    assert "show the 22 other options" in texts
 
 
 def test_exit_codes(capsys):
@@ -227,7 +235,8 @@ def test_exit_codes(capsys):
     assert exit_code(lambda: 3) == 3
     assert exit_code(lambda: fail(ValueError("two\nlines"))) == 1
     assert capsys.readouterr().err == "error: two lines\n"
-    assert exit_code(lambda: fail(UsageError("x"))) == 2
+    assert exit_code(lambda: fail(OptionError("x", "y"))) == 2
+    assert capsys.readouterr().err == "error: --x: y\n"
     assert exit_code(lambda: fail(NotImplementedError("x"))) == 1
     assert exit_code(lambda: fail(KeyboardInterrupt())) == 130
     with pytest.raises(ValueError, match="x"):

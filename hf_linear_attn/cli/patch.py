@@ -1,14 +1,12 @@
-"""The verbs `patch` and `info`: load by config, patch, save, inspect."""
-
-from __future__ import annotations
+"""`hf-linear-attn patch`."""
 
 import copy
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from .utils.options import OptionError, check_options, option
+from ..utils.options import OptionError, check_options, option
+from .verb import Verb
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,7 @@ class PatchConfig:
             raise OptionError("plan", "layers and options belong to attention. With a plan, write them into the file.")
 
 
-@dataclass(frozen=True)
-class InfoConfig:
-    """Options of `info`."""
-
-    model: str = option(help="a local folder or a repository on the Hub", common=True)
-    json: bool = option(False, "print JSON", common=True)
-
-
-def patch(config: PatchConfig) -> None:
+def run(config: PatchConfig) -> None:
     """Load a checkpoint, patch it, and save it to a folder that appears completely or not at all.
 
     A patched checkpoint, an unknown class or a plan that does not fit is an error before any weight is read.
@@ -67,12 +57,12 @@ def patch(config: PatchConfig) -> None:
     import torch
     from safetensors import SafetensorError
 
-    from .checkpoints import _model_class, read_config, save_checkpoint
-    from .config import LinearAttentionConfig
-    from .patching import CONFIG_FIELD, patch_model, patch_report  # fills the registries
-    from .utils.files import check_output
-    from .utils.gguf import dequantized, split_source
-    from .utils.models import hidden_progress_bars
+    from ..checkpoints import _model_class, read_config, save_checkpoint
+    from ..config import LinearAttentionConfig
+    from ..patching import CONFIG_FIELD, patch_model, patch_report  # fills the registries
+    from ..utils.files import check_output
+    from ..utils.gguf import dequantized, split_source
+    from ..utils.models import hidden_progress_bars
 
     source = config.model
     check_output(config.output, ["config.json"], overwrite=config.overwrite, source=source)
@@ -102,42 +92,20 @@ def patch(config: PatchConfig) -> None:
     sys.stdout.write(f"{patch_report(model)}\nSaved to {config.output}\n")
 
 
-def info(config: InfoConfig) -> None:
-    """Print what is patched in a checkpoint. Only its config is read; its model is built on the meta device."""
-    import torch
+VERB = Verb(
+    "replace the attention of a checkpoint and save it, with its tokenizer",
+    PatchConfig,
+    run,
+    ("model", "output"),
+    """\
+hf-linear-attn patch ./bert out --attention hedgehog
+hf-linear-attn patch ./bert out --attention favor+ --options.num_features 128 --options.seed 1
+hf-linear-attn patch ./llama out --attention window --layers 0 1 -1 --dtype bfloat16
+hf-linear-attn patch ./llama out --plan plan.json
+hf-linear-attn patch ./bert out --attention hedgehog --max_length 4096
 
-    from .checkpoints import _model_class, read_config
-    from .config import LinearAttentionConfig
-    from .integration.model_class import linear_attention_class
-    from .patching import CONFIG_FIELD, patch_report
+plan.json (or plan.yaml) names the mechanism of each layer, for example
+  {"default": "hedgehog", "0": "softmax", "-1": {"attention": "window", "window_size": 128}}
 
-    model_config = read_config(config.model)
-    saved = getattr(model_config, CONFIG_FIELD, None)
-    names = getattr(model_config, "architectures", None) or [model_config.model_type]
-    facts: dict[str, Any] = {"checkpoint": config.model, "model": names[0], "patched": saved is not None, "layers": []}
-    text = (
-        f"{config.model}: {names[0]} without linear attention. "
-        f"Patch it with `hf-linear-attn patch {config.model} OUTPUT --attention NAME`.\n"
-    )
-    if saved is not None:
-        LinearAttentionConfig.from_dict(saved)
-        model_class: Any = linear_attention_class(_model_class(config.model, model_config, None))
-        with torch.device("meta"):
-            model = model_class(model_config)
-        report = patch_report(model)
-        facts.update(
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            added_parameters=report.parameters,
-            state_bytes=report.state_bytes,
-            dtype=str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
-            format_version=saved["format_version"],
-            package_version=saved.get("package_version"),
-            layers=[asdict(layer) for layer in report.layers],
-        )
-        text = (
-            f"{report}\n"
-            f"{'':>5}  {facts['parameters']:,} parameters in all, saved as {facts['dtype']}; "
-            f"{facts['state_bytes']:,} state bytes per sequence\n"
-            f"{'':>5}  format {facts['format_version']}, written by hf-linear-attn {facts['package_version']}\n"
-        )
-    sys.stdout.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n" if config.json else text)
+The output folder appears completely or not at all. load_pretrained("out") loads it.""",
+)

@@ -1,13 +1,12 @@
-"""The verb `export`: a patched checkpoint as an ONNX graph, or as a program of `torch.export`."""
+"""A patched checkpoint as an ONNX graph, or as a program of `torch.export`."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .utils.options import option
+from .utils.options import check_options, make_config, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,12 +34,39 @@ class ExportConfig:
     )
     overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
 
+    def __post_init__(self) -> None:
+        check_options(self)
 
-def export(config: ExportConfig) -> None:
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What `export` wrote."""
+
+    output: str
+    components: tuple[str, ...]  #: The graphs.
+    difference: float | None  #: Of an encoder's outputs from the model's, at most, relative to the largest of them.
+
+    def __str__(self) -> str:
+        checked = (
+            "" if self.difference is None else f"; outputs differ from the model's by {self.difference:.0e} at most"
+        )
+        return f"Exported to {self.output}: {', '.join(self.components)}{checked}"
+
+
+def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
     """Export a patched checkpoint with a free batch and length, to a folder that appears completely or not at all.
+
+        export(model="out", output="out-onnx")
 
     A model that generates becomes two graphs: `prefill`, and `decode` with the states as inputs and outputs. The folder
     has the tokenizer's files too; `transformers.exporters.base.ExportedModel.from_pretrained(folder)` loads it.
+
+    Args:
+        config: All options at once.
+        **options: Fields of `ExportConfig`, which override those of `config`.
+
+    Returns:
+        The names of the graphs, and how far their outputs are from the model's.
 
     Raises:
         ImportError: Packages of the extra `export` are missing.
@@ -52,6 +78,7 @@ def export(config: ExportConfig) -> None:
     from .utils.extras import require_packages
     from .utils.files import atomic_folder, check_output
 
+    config = make_config(ExportConfig, config, options)
     check_output(config.output, [RESULT], overwrite=config.overwrite, source=config.model)
     packages = ("onnx", "onnxscript", "onnxruntime") if config.format == "onnx" else ()
     require_packages("transformers.exporters", *packages, extra="export", purpose="The export")
@@ -61,8 +88,7 @@ def export(config: ExportConfig) -> None:
         exported.save_pretrained(temporary)
         copy_companions(config.model, temporary, None)
         check_output(config.output, [RESULT], overwrite=config.overwrite, source=config.model)
-    checked = "" if difference is None else f"; outputs differ from the model's by {difference:.0e} at most"
-    sys.stdout.write(f"Exported to {config.output}: {', '.join(exported.components)}{checked}\n")
+    return ExportResult(config.output, tuple(exported.components), difference)
 
 
 def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None]:

@@ -1,0 +1,67 @@
+"""`hf-linear-attn info`."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..utils.options import option
+from .verb import Verb
+
+
+@dataclass(frozen=True)
+class InfoConfig:
+    """Options of `info`."""
+
+    model: str = option(help="a local folder or a repository on the Hub", common=True)
+    json: bool = option(False, "print JSON", common=True)
+
+
+def run(config: InfoConfig) -> None:
+    """Print what is patched in a checkpoint. Only its config is read; its model is built on the meta device."""
+    import torch
+
+    from ..checkpoints import _model_class, read_config
+    from ..config import LinearAttentionConfig
+    from ..integration.model_class import linear_attention_class
+    from ..patching import CONFIG_FIELD, patch_report
+
+    model_config = read_config(config.model)
+    saved = getattr(model_config, CONFIG_FIELD, None)
+    names = getattr(model_config, "architectures", None) or [model_config.model_type]
+    facts: dict[str, Any] = {"checkpoint": config.model, "model": names[0], "patched": saved is not None, "layers": []}
+    text = (
+        f"{config.model}: {names[0]} without linear attention. "
+        f"Patch it with `hf-linear-attn patch {config.model} OUTPUT --attention NAME`.\n"
+    )
+    if saved is not None:
+        LinearAttentionConfig.from_dict(saved)
+        model_class: Any = linear_attention_class(_model_class(config.model, model_config, None))
+        with torch.device("meta"):
+            model = model_class(model_config)
+        report = patch_report(model)
+        facts.update(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            added_parameters=report.parameters,
+            state_bytes=report.state_bytes,
+            dtype=str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
+            format_version=saved["format_version"],
+            package_version=saved.get("package_version"),
+            layers=[asdict(layer) for layer in report.layers],
+        )
+        text = (
+            f"{report}\n"
+            f"{'':>5}  {facts['parameters']:,} parameters in all, saved as {facts['dtype']}; "
+            f"{facts['state_bytes']:,} state bytes per sequence\n"
+            f"{'':>5}  format {facts['format_version']}, written by hf-linear-attn {facts['package_version']}\n"
+        )
+    sys.stdout.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n" if config.json else text)
+
+
+VERB = Verb(
+    "show the linear attention of a checkpoint, layer by layer, without loading its weights",
+    InfoConfig,
+    run,
+    ("model",),
+    "hf-linear-attn info out --json",
+)

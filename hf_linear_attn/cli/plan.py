@@ -1,0 +1,26 @@
+"""`hf-linear-attn plan`."""
+
+from ..study.settings import PlanConfig
+from .verb import Verb
+
+
+def run(config: PlanConfig) -> int:
+    """Plan, and return the exit code (see `PlanResult.exit_code`)."""
+    from ..study.plan import plan
+
+    return plan(config).exit_code
+
+
+VERB = Verb(
+    "find which layers to convert under a budget of quality or speed",
+    PlanConfig,
+    run,
+    ("model",),
+    """\
+hf-linear-attn plan gpt2 --budget "2% perplexity" --data.dataset wiki.txt --output plan
+hf-linear-attn plan gpt2 --budget "1.5x at 4096" --attention window --options.window_size 128
+hf-linear-attn plan ./bert-sst2 --budget "0.5 points" --data.task sst2 --save_model out
+hf-linear-attn patch gpt2 out --plan plan/plan.json
+
+The exit code is 0 if the budget is met, 1 if it is not, and 3 if the data cannot judge it.""",
+)
