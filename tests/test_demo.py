@@ -16,10 +16,10 @@ from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
 from hf_linear_attn.study.evaluate import run_evaluate
 from hf_linear_attn.study.examples import examples
-from hf_linear_attn.study.loading import is_decoder
+from hf_linear_attn.study.loading import ExactModel, is_decoder
 from hf_linear_attn.study.settings import EvaluateConfig, resolve_settings, with_options
-from tests.tiny_models import MAX_LENGTH, save_checkpoint, tiny_config
-from tests.tiny_text import sample_text
+from tests.tiny_models import MAX_LENGTH, save_checkpoint, tiny_config, tiny_model
+from tests.tiny_text import sample_text, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +180,15 @@ def test_examples_come_first_on_screen_and_in_the_report(folder: Path, tmp_path:
         saved = Evaluation.load(tmp_path / kind).examples()
         assert list(saved) == list(evaluation.examples())
     assert saved[next(iter(saved))].index.tolist() == ["exact", "hedgehog"]
+
+
+def test_examples_beyond_the_positions_say_so() -> None:
+    model = tiny_model("bert").eval()
+    exact = ExactModel.of(model, tiny_tokenizer(), "encoder", "bert")
+    tables = examples(exact, {"exact": model}, [sample_text()[start:] for start in range(0, 900, 300)])
+    assert len(tables) == 2
+    assert all(f"beyond {MAX_LENGTH} trained positions" in title for title in tables)
+    assert model.config.max_position_embeddings == MAX_LENGTH  # a copy was extended
 
 
 def test_encoder_or_decoder() -> None:

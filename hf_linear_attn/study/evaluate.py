@@ -210,10 +210,10 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
         evaluation = evaluate(config.model, output=config.output, progress=screen, config=config, examples=examples)
     evaluation.save(config.output)
     path = evaluation.report(config.output)
+    screen.log(evaluation.headline())
     for title, frame in evaluation.examples().items():
         screen.log(title)
         screen.table(frame)
-    screen.log(evaluation.headline())
     screen.table(evaluation.summary())
     screen.table(evaluation.quality_table())
     conclusions = (f"{one.label}: {one.sentence}" for one in evaluation.conclusions())

@@ -48,9 +48,11 @@ def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dic
     if exact.kind == "decoder":
         return {f"A text continued: “{PROMPT} …”": continued_text(models, exact.tokenizer)}
     longer = {label: extended(model, LONG) for label, model in models.items()}
+    is_extended = any(longer[label] is not models[label] for label in models)
+    beyond = f", beyond {longest_input(exact.model):,} trained positions" if is_extended else ""
     return {
-        "A long document": long_document(longer, exact.tokenizer, documents),
-        f"A search in whole documents of up to {WHOLE:,} tokens: the first hits": search(
+        f"A long document{beyond}": long_document(longer, exact.tokenizer, documents),
+        f"A search in whole documents of up to {WHOLE:,} tokens{beyond}: the first hits": search(
             longer, exact.tokenizer, documents
         ),
     }

@@ -92,8 +92,8 @@ def render_markdown(evaluation: Evaluation) -> str:
     parts = [
         f"# Linear attention in {evaluation.info['model']['name']}",
         lead(evaluation),
-        *(f"**{title}**\n\n{frame.to_markdown()}" for title, frame in evaluation.examples().items()),
         evaluation.headline(),
+        *(f"**{title}**\n\n{frame.to_markdown()}" for title, frame in evaluation.examples().items()),
         evaluation.summary().to_markdown(),
         "\n".join(f"- {one.label}: {one.sentence}" for one in evaluation.conclusions()),
         *evaluation.warnings(),

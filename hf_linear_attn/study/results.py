@@ -208,8 +208,9 @@ class Evaluation:
         return ends[0] is None or ends[1] is None or is_measurable(ends[0], ends[1])
 
     def crossover(self, label: str) -> Crossover | None:
-        """Return the length from which a mechanism is faster than the exact model."""
+        """Return the length from which a mechanism is faster than the exact model, by what is measurable."""
         rows = self.select(FORWARD, "seconds", label=label, batch_size=1).dropna(subset="speedup").sort_values("length")
+        rows = rows[[self.measurable(label, int(length)) for length in rows["length"]]]
         return crossover(rows["length"].astype(int).tolist(), rows["speedup"].tolist()) if len(rows) else None
 
     def _cell(self, label: str, measurement: str, metric: str, length: int, batch_size: int = 1) -> str:

@@ -206,7 +206,7 @@ def test_plan_killed(tmp_path: Path, observed: Observed) -> None:
     save_decoder(tmp_path / "decoder")
     text = save_text(tmp_path / "text", 400)
     flags = ["--data.max_length", "32", "--steps", "4", "--quick", "--attention", "hedgehog", "--speed.lengths", "64"]
-    command = ["-m", "hf_linear_attn", "plan", str(tmp_path / "decoder"), "--budget", "50% perplexity", *flags]
+    command = ["-m", "hf_linear_attn", "plan", str(tmp_path / "decoder"), "--budget", "50% cache at 64", *flags]
     command += ["--data.dataset", str(text), "--resume", "--output"]
     began = time.monotonic()
     process = start([*command, str(tmp_path / "whole")], tmp_path)

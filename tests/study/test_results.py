@@ -137,6 +137,8 @@ def test_it_prints_as_a_short_table() -> None:
 def test_a_speed_that_varies_more_than_it_differs_is_not_stated() -> None:
     result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 10.0, "without attention": 20.0}, spread=(0.8, 2.5))
     assert result.summary()["forward at 512"]["elu"] == "not measurable"
+    assert "faster from" not in result.summary()
+    assert result.headline() == ""
     conclusion = result.conclusions()[0]
     assert conclusion.sentence.startswith("its speed is not measurable on this machine now at 512 tokens")
     assert conclusion.worthwhile is None
