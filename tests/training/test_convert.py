@@ -595,7 +595,7 @@ def test_an_overwritten_run_leaves_nothing(folder: Path, tmp_path: Path) -> None
 
 def test_another_command_does_not_replace_a_conversion(converted: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = converted
-    with pytest.raises(ValueError, match="no result of this command"):
+    with pytest.raises(ValueError, match="not a result of this command"):
         check_study(out, overwrite=True)
 
 
