@@ -55,7 +55,7 @@ def run_summary(output: str) -> str:
 
 
 def test_what_the_guide_names_exists() -> None:
-    for path in re.findall(r"\]\(\.\./([^)]+)\)", TEXT):
+    for path in re.findall(r"\]\(\.\./([^)#]+)(?:#[^)]*)?\)", TEXT):
         assert (ROOT / path).exists(), path
     for module in re.findall(r"python -m (recipes\.[\w.]+)", TEXT):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
