@@ -110,16 +110,19 @@ def check_gradients(module: Any, definition: Definition, length: int, mask: Tens
 
 @torch.no_grad()
 def check_differences(loss: Callable[[], Tensor], parameters: list[Any], gradients: Sequence[Tensor]) -> None:
-    """Central differences of a loss along a random direction are the gradients."""
+    """Central differences of a loss along a random direction are the gradients.
+
+    The step is small because a loss may have kinks, where a rectifier switches.
+    """
     generator = torch.Generator().manual_seed(0)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         start, losses = parameter.data, []
-        for step in (1e-5, -1e-5):
+        for step in (1e-6, -1e-6):
             parameter.data = start + step * direction
             losses.append(float(loss()))
         parameter.data = start
-        slope = (losses[0] - losses[1]) / 2e-5
+        slope = (losses[0] - losses[1]) / 2e-6
         assert abs(float((gradient * direction).sum()) - slope) <= 1e-6 * (1 + abs(slope))
 
 

@@ -265,8 +265,8 @@ def test_a_carried_state_is_context_without_a_gradient(attention: str, tmp_path:
     ids = torch.randint(4, 50, (3, 20), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     parts, loss, trainer = terms(student, teacher, batch, tmp_path, **WEIGHTS, carried_length=8)
-    counted = {**batch, "labels": batch["labels"].clone()}
-    assert int(trainer._get_num_items_in_batch([counted], torch.device("cpu"))) == 3 * 11
+    (counted,), count = trainer.get_batch_samples(iter([dict(batch)]), 1, torch.device("cpu"))
+    assert int(count) == 3 * 11
     whole = terms(student, teacher, counted, tmp_path, **WEIGHTS)[0]
     for name in ("task", "logits"):
         assert_close(parts[name], whole[name])
@@ -284,7 +284,7 @@ def test_a_carried_state_of_batches_with_other_inputs(tmp_path: Path) -> None:
     _, expected, trainer = terms(student, teacher, batch, tmp_path, carried_length=8)
     more = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(20).expand(2, -1)}
     assert_close(terms(student, teacher, batch | more, tmp_path, carried_length=8)[1], expected)
-    trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
     assert (ids >= 0).all()
 
 
