@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 GLUE_HUB = "nyu-mll/glue"
 
 #: Names that the files of GLUE's tasks have by split; the first that exists is read.
-GLUE_FILES = {"train": ("train.tsv", "train_subset.tsv"), "validation": ("dev.tsv", "dev_subset.tsv")}
+GLUE_FILES = {
+    "train": ("train.tsv", "train_subset.tsv"),
+    "validation": ("dev.tsv", "dev_subset.tsv", "validation.tsv"),
+}
 
 Names = tuple[str, ...]
 

@@ -171,13 +171,21 @@ def test_bytes_that_are_no_text_are_errors(tmp_path):
         load_task("sst2", folder=str(tmp_path))
 
 
+def test_a_validation_file_may_have_the_name_of_its_split(tmp_path):
+    rows = "sentence\tlabel\nfine\t1\npoor\t0\n"
+    write(tmp_path, {"train.tsv": rows, "validation.tsv": rows})
+    assert load_task("sst2", folder=str(tmp_path))["validation"]["label"][:] == [1, 0]
+
+
 def test_missing_files_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no folder .* for the task 'rte'"):
         load_task("rte", folder=str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError, match=r"None of these files exists: .*rte/train.tsv, .*train_subset.tsv"):
         load_task("rte", folder=str(tmp_path))
     write(tmp_path, {"train.tsv": "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n"})
-    with pytest.raises(FileNotFoundError, match=r"has a training file but none of dev.tsv, dev_subset.tsv"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has a training file but none of dev.tsv, dev_subset.tsv, validation.tsv"
+    ):
         load_task("rte", folder=str(tmp_path))
     (tmp_path / "train.jsonl.xz").write_bytes(b"no xz")
     write(tmp_path, {"test.jsonl": "{}"})
