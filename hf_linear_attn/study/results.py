@@ -316,9 +316,9 @@ class Evaluation:
         for label in self.mechanisms:
             change = self.crossover(label)
             if change is not None:
-                start = "is not faster up to" if change.relation == ">" else f"is faster from {change} tokens on,"
+                start = "is not faster yet" if change.relation == ">" else f"is faster from {change} tokens on"
                 factor = self._cell(label, FORWARD, "speedup", lengths[-1])
-                parts.append(f"{label} {start} {factor} at {self.length_title(lengths[-1])} tokens")
+                parts.append(f"{label} {start} ({factor} at {self.length_title(lengths[-1])} tokens)")
         return f"Linear attention pays on long inputs: {'; '.join(parts)}." if parts else ""
 
     def length_title(self, length: int) -> str:

@@ -155,7 +155,7 @@ def test_lengths_beyond_the_positions_are_marked_with_the_line_that_says_so() ->
     assert [result.length_title(length) for length in (128, 256, 512)] == ["128", "256", "512 †"]
     assert result.positions_note() == result.info["notes"][0]
     assert result.info["notes"][0] in result.warnings()
-    assert "elu is faster from ≤ 128 tokens on, 2.00× at 512 † tokens" in result.headline()
+    assert "elu is faster from ≤ 128 tokens on (2.00× at 512 † tokens)" in result.headline()
 
 
 def test_the_summary_fits_a_page() -> None:
