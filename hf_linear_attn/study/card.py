@@ -81,8 +81,7 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     """Return sentences about the student's metric beside that of the control, if any, else of the teacher.
 
     Nothing is said where the data cannot judge attention: the teacher must be clearly better than the most frequent
-    answer, or than itself with attention switched off. A share of a metric (its inverse where lower is better) that is
-    not positive says nothing either.
+    answer, or than itself with attention switched off. A share of a metric that is not positive says nothing either.
     """
     metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
     if "cosine" in (state.get("teacher") or ()):  # of embeddings, whose loss is 1 - cosine
@@ -97,13 +96,14 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
         return problem
     rows, sentence = validation_rows(facts), ""
     texts = [with_error(metric, side, rows) for side in (student, base)]
-    numerator, denominator = (own, reference) if higher else (reference, own)
-    if denominator <= 0:
+    if reference <= 0:
         return ""
-    if numerator > denominator:
+    if own != reference and (own > reference) is higher:
         sentence = f"The {metric} is better than the {name}'s, {texts[0]} against {texts[1]}."
+    elif higher:
+        sentence = f"This is {100 * own / reference:.1f} % of the {name}'s {metric}."
     else:
-        sentence = f"This is {100 * numerator / denominator:.1f} % of the {name}'s {metric}."
+        sentence = f"The {metric} is {100 * (own / reference - 1):.1f} % above the {name}'s."
     if state.get("distilled") and name == "teacher":
         sentence += " The teacher was not trained in the last stage; `--control` trains it as long."
     return sentence

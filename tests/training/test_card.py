@@ -61,7 +61,7 @@ STATE = {
         ("accuracy", True, 0.8, 0.72, "This is 90.0 % of the teacher's accuracy."),
         ("accuracy", True, 0.8, 0.88, "The accuracy is better than the teacher's, 0.88 ± 0.04 against 0.80 ± 0.05."),
         ("matthews_correlation", True, 0.5, -0.1, "This is -20.0 % of the teacher's matthews_correlation."),
-        ("perplexity", False, 20.0, 25.0, "This is 80.0 % of the teacher's perplexity."),
+        ("perplexity", False, 20.0, 25.0, "The perplexity is 25.0 % above the teacher's."),
         ("perplexity", False, 20.0, 16.0, "The perplexity is better than the teacher's, 16.00 against 20.00."),
         # A share of nothing, or of less than nothing, says nothing.
         ("matthews_correlation", True, 0.0, 0.3, ""),
@@ -260,6 +260,8 @@ def test_the_control_is_what_the_student_is_compared_with():
     state = {**STATE, "control": {"accuracy": 0.9, "f1": 0.8}}
     assert comparison(facts(), state) == "This is 80.0 % of the control's accuracy."
     assert "| exact attention, trained as long (the control) | 0.90 ± 0.04 | 0.80 |" in results_table(facts(), state)
+    state = {**LM_STATE, "control": {"loss": 3.75}}
+    assert comparison(facts("loss", higher=False), state) == "The loss is 4.0 % above the control's."
 
 
 @pytest.mark.parametrize(
