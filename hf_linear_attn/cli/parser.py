@@ -94,7 +94,7 @@ def _check_mapping(config_class: type, values: Mapping[str, Any], known: Sequenc
     for name, value in values.items():
         option = f"{section}{name}"
         if name not in entries:
-            raise OptionError(option, f"is no option.{_similar(option, known)}")
+            raise OptionError(option, f"unknown option.{_similar(option, known)}")
         if not is_dataclass(hints[name]):
             check_value(option, value, hints[name], **entries[name].metadata.get("bounds", {}))
         elif isinstance(value, Mapping):
@@ -159,7 +159,7 @@ def _checked_flags(
             if name in positionals:
                 raise OptionError(name, "is given without a flag.")
             if name not in known and not name.startswith(mappings):
-                raise OptionError(name, f"is no option.{_similar(name, known)}")
+                raise OptionError(name, f"unknown option.{_similar(name, known)}")
             argument = f"--{name}{equals}{value}"
         yield argument
 

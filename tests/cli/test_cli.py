@@ -104,12 +104,12 @@ def test_help_of_every_verb_is_light() -> None:
         (["patch", "a", "b", "--atention", "elu"], "Did you mean '--attention'"),
         (["patch", "a", "b", "c"], "unrecognized arguments: c"),
         (["patch", "-o", "a"], "unrecognized arguments: -o"),
-        (["evaluate", "a", "--data", "b"], "--data: is no option. Did you mean '--data.dataset'?"),
+        (["evaluate", "a", "--data", "b"], "--data: unknown option. Did you mean '--data.dataset'?"),
         (["patch", "a", "b", "--attention"], "argument --attention: expected one argument"),
         (["patch", "a", "--attention", "elu"], "the following arguments are required: output"),
         (["info"], "the following arguments are required: model"),
         (["info", "a", "--config", "missing.yaml"], "File does not exist: "),
-        (["convert", "a", "--teacher.lr", "1"], "--teacher.lr: is no option. Did you mean '--teacher.learning_rate'"),
+        (["convert", "a", "--teacher.lr", "1"], "--teacher.lr: unknown option. Did you mean '--teacher.learning_rate'"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str) -> None:

@@ -144,9 +144,9 @@ def test_bad_values_name_the_option(tmp_path, name, text, message):
     [
         ("part: {name: 1.10}", "part.name: must be text, got 1.1"),
         ("part: {count: null}", "part.count: must be a whole number of at least 1, got None"),
-        ("part: {cuont: 1}", "part.cuont: is no option. Did you mean '--part.count'"),
-        ("count: 1", "count: is no option. Did you mean '--part.count' or '--other.count'"),
-        ("prat: {}", "prat: is no option."),
+        ("part: {cuont: 1}", "part.cuont: unknown option. Did you mean '--part.count'"),
+        ("count: 1", "count: unknown option. Did you mean '--part.count' or '--other.count'"),
+        ("prat: {}", "prat: unknown option."),
         ("part: 5", "part: is a section: give its options by name, got 5"),
         ("- a", "Unexpected config: - a"),
         ("a: [1", "Problems parsing config"),
@@ -162,9 +162,9 @@ def test_bad_files(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--part.cuont", "1"], "part.cuont: is no option. Did you mean '--part.count'"),
-        (["--prat.count", "1"], "prat.count: is no option. Did you mean '--part.count'"),
-        (["--other.lr", "1"], "other.lr: is no option. Did you mean '--other.learning_rate'?"),
+        (["--part.cuont", "1"], "part.cuont: unknown option. Did you mean '--part.count'"),
+        (["--prat.count", "1"], "prat.count: unknown option. Did you mean '--part.count'"),
+        (["--other.lr", "1"], "other.lr: unknown option. Did you mean '--other.learning_rate'?"),
         (["--part.count"], "argument --part.count: expected one argument"),
         (["a", "b"], "unrecognized arguments: b"),
         (["--config", "none.yaml"], "File does not exist: "),
