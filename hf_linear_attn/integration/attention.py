@@ -16,7 +16,7 @@ from ..mechanisms.base import AttentionInputs
 from ..ops.common import State
 from .cache import LinearStateLayer, refuse_static_cache, self_attention_cache, state_layer
 from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
-from .discovery import declared_direction
+from .discovery import Direction, declared_direction
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask
 from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_numbers, documents_of, run_packed
@@ -54,20 +54,21 @@ def linear_attention_forward(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if context.causal is None else context.causal
-    causal = bool(causal if is_causal is None else is_causal) and declared_direction(module).allowed
+    declared = declared_direction(module)
+    causal = bool(causal if is_causal is None else is_causal) and declared.allowed
     call = InterfaceCall(
         module, context, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
     )
-    _check_direction(call)
+    _check_direction(call, declared)
     boundaries = boundaries_of(kwargs, attention_mask)
     if context.ranks is not None:
         _check_slice(call, boundaries)
     return _attend(call) if boundaries is None else _attend_packed(call, boundaries)
 
 
-def _check_direction(call: InterfaceCall) -> None:
+def _check_direction(call: InterfaceCall, declared: Direction) -> None:
     """Raise where a self-attention layer runs in another direction than that it was patched for."""
-    context, declared = call.context, declared_direction(call.module)
+    context = call.context
     if context.causal is None or (declared == context.declared and call.causal == context.causal):
         return
     raise ValueError(

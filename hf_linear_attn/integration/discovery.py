@@ -70,8 +70,9 @@ class Direction(NamedTuple):
 
 def declared_direction(module: nn.Module) -> Direction:
     """Return what a module and its config say of its direction now: the one place that reads them."""
-    flag = bool(getattr(module, "is_causal", _config_value(module, "is_decoder", False)))
-    return Direction(flag, _config_value(module, "is_causal", True) is not False)
+    flag = getattr(module, "is_causal", ...)
+    flag = _config_value(module, "is_decoder", False) if flag is ... else flag
+    return Direction(bool(flag), _config_value(module, "is_causal", True) is not False)
 
 
 def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
