@@ -191,45 +191,49 @@ def lm(
     base = read_config(config)
     base = replace(base, model=model, data=replace(base.data, dataset=text))
     trained_at = base.data.max_length or 512
-    held_out = partial(_held_out, base, tokens)
+    read_documents = partial(_validation_documents, base, tokens)
     for seed in seeds:
         measured_at = tuple(contexts or (trained_at,))
         facts = {"model": Path(model).name, "window": window, "seed": seed, "trained_at": trained_at}
-        plain = {"variant": "pretrained", "transfer_steps": 0, "steps": 0}
-        yield Cell(facts, partial(_perplexities, model, held_out, measured_at, plain), {"tokens": tokens, **plain})
+        pretrained = {"variant": "pretrained", "transfer_steps": 0, "steps": 0}
+        yield Cell(
+            facts,
+            partial(_perplexities, model, read_documents, measured_at, pretrained),
+            {"tokens": tokens, **pretrained},
+        )
         for name in variants:
             attention, options = LM_VARIANTS[name]
             options = {**options, "window_size": window} if attention == "window" else options
             changed = replace(base, attention=attention, options=options, seed=seed, control=attention is None)
-            call = partial(_converted_lm, changed, held_out, measured_at, {"variant": name})
+            call = partial(_converted_lm, changed, read_documents, measured_at, {"variant": name})
             settings = {"tokens": tokens, "contexts": measured_at, **without_paths(asdict(changed))}
             yield Cell({**facts, "variant": name}, call, settings)
 
 
-def _held_out(base: ConvertConfig, tokens: int) -> list[list[int]]:
+def _validation_documents(base: ConvertConfig, tokens: int) -> list[list[int]]:
     """Held-out text, as one row of token ids."""
     column = base.data.text_columns[0]
     data = load_splits(base.data, (column,))
     return packed_rows(AutoTokenizer.from_pretrained(str(base.model)), data["validation"][column], tokens)[:1]
 
 
-def _perplexities(path: str, held_out: Any, contexts: Sequence[int], facts: dict[str, Any]) -> Rows:
+def _perplexities(path: str, read_documents: Any, contexts: Sequence[int], facts: dict[str, Any]) -> Rows:
     """A row for each context: token-weighted perplexity, and the loss in each eighth of the window."""
     is_patched = getattr(AutoConfig.from_pretrained(path), "linear_attention", None) is not None
     model: Any = (hla.load_pretrained if is_patched else AutoModelForCausalLM.from_pretrained)(path)
-    documents = held_out()
+    documents = read_documents()
     return [
         {**facts, **asdict(measure_perplexity(model.eval(), documents, context=size, stride=size // 2, batch_size=8))}
         for size in contexts
     ]
 
 
-def _converted_lm(config: ConvertConfig, held_out: Any, contexts: Sequence[int], facts: dict[str, Any]) -> Rows:
+def _converted_lm(config: ConvertConfig, read_documents: Any, contexts: Sequence[int], facts: dict[str, Any]) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         results = training.convert(replace(config, output=f"{folder}/converted"), console=Console(stderr=True))
         stages = results["stages"]
         steps = {"transfer_steps": stages.get("transfer", {}).get("step", 0), "steps": stages["distill"]["step"]}
-        return _perplexities(f"{folder}/converted/model", held_out, contexts, {**facts, **steps})
+        return _perplexities(f"{folder}/converted/model", read_documents, contexts, {**facts, **steps})
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -208,12 +208,12 @@ def _encoder(sts: Path, pairs: int, steps: int) -> Tested:
         return [tokenizer(sentences[k : k + size], **options) for k in range(0, len(sentences), size)]
 
     def quality(model: Any) -> float:
-        scores, *sides = zip(*read("test")[:pairs], strict=True)
+        scores, *sentences = zip(*read("test")[:pairs], strict=True)
         embeddings = [
             torch.cat(
-                [mean_pooling(model(**one).last_hidden_state, one["attention_mask"]) for one in batches(side, 64)]
+                [mean_pooling(model(**one).last_hidden_state, one["attention_mask"]) for one in batches(part, 64)]
             )
-            for side in map(list, sides)
+            for part in map(list, sentences)
         ]
         similarity = torch.cosine_similarity(*embeddings)
         return 100 * float(pearsonr([float(score) for score in scores], similarity.numpy()).statistic)

@@ -124,18 +124,18 @@ def write_proteins(source: Path, folder: Path, short_length: int, scored: int) -
     random.Random(0).shuffle(rows)
     training = sorted({row[2] for row in rows})[:-TEST_PARTITIONS]
     train, rest = (
-        [(text, label, len(text)) for text, label, partition in rows if (partition in training) is wanted]
-        for wanted in (True, False)
+        [(text, label, len(text)) for text, label, partition in rows if (partition in training) is for_training]
+        for for_training in (True, False)
     )
     long = [row for row in train if row[2] > LONG]
     others = [row for row in train if row[2] <= LONG][: len(long)]
-    held_out = [row for row in rest if row[2] <= LONG][:scored] + [row for row in rest if row[2] > LONG]
+    test_rows = [row for row in rest if row[2] <= LONG][:scored] + [row for row in rest if row[2] > LONG]
     for name, chosen in (("short", [row for row in train if row[2] <= short_length]), ("long", [*long, *others])):
         _write_rows(folder / name / "train.csv", chosen)
-        _write_rows(folder / name / "validation.csv", [*held_out[:8], *held_out[-8:]])
+        _write_rows(folder / name / "validation.csv", [*test_rows[:8], *test_rows[-8:]])
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
     EsmTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
-    _write_rows(folder / "scored.csv", held_out)
+    _write_rows(folder / "scored.csv", test_rows)
 
 
 def _write_rows(path: Path, rows: Iterable[tuple[str, str, int]]) -> None:
