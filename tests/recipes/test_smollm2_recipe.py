@@ -36,7 +36,7 @@ def arguments_of(folder: Path, *more: str) -> list[str]:
         "test_tokens": "48",
         "recall_lengths": "[40]",
         "recall_trials": "1",
-        "recall_tasks": "[induction]",
+        "recall_tasks": "induction",
         "decoding_contexts": "[16]",
         "probe_length": "40",
         "search_length": "48",
@@ -71,7 +71,7 @@ def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
     assert main(arguments_of(tmp_path / "again", *variants, f"--output={out}", "--exact_share=0.34")) == 0
     assert (out / "records.jsonl").read_bytes() == records
     # What depends on another option is measured anew, and nothing else.
-    others = ("--variants=[mixture]", "--exact_share=0.34", "--test_tokens=96")
+    others = ("--variants=mixture", "--exact_share=0.34", "--test_tokens=96")
     assert main(arguments_of(tmp_path, *others)) == 0
     added = (out / "records.jsonl").read_bytes()[len(records) :].decode().splitlines()
     new = [record["conditions"] for record in map(json.loads, added) if record["kind"] == "record"]
