@@ -1,4 +1,4 @@
-"""`hf-linear-attn demo`: what linear attention keeps and gains in a small model, in two minutes on two CPU cores."""
+"""`hf-linear-attn demo`: what linear attention keeps and gains in a small model, in minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class DemoConfig(EvaluateConfig):
         common=True,
     )
     speed: SpeedConfig = option(factory=lambda: SpeedConfig(batch_size=1))
-    full: bool = option(
-        False, "a study of all mechanisms, as `evaluate` makes it: about seven minutes instead of two", common=True
-    )
+    full: bool = option(False, "a study of all mechanisms, as `evaluate` makes it; takes longer", common=True)
     quick: bool = option(True, "less of everything; `full` turns it off")
     output: str = option("demo-report", "folder for the report and its records", common=True)
 
