@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from .study.evaluate import evaluate as evaluate
     from .study.plan import plan as plan
     from .study.results import Evaluation as Evaluation
+    from .training.calibration import Calibration as Calibration
+    from .training.calibration import calibrate as calibrate
     from .training.distillation import DistillationConfig as DistillationConfig
     from .training.distillation import DistillationTrainer as DistillationTrainer
     from .training.distillation import FinetuningConfig as FinetuningConfig
@@ -77,6 +79,7 @@ _NAMES = {
     "ops.backends": ("get_backend", "list_backends", "register_backend", "set_backend", "use_backend"),
     "patching": ("PatchReport", "patch_model", "patch_report", "unpatch_model"),
     "registry": ("list_attentions", "register_attention", "register_feature_map"),
+    "training.calibration": ("Calibration", "calibrate"),
     "training.distillation": ("DistillationConfig", "DistillationTrainer", "FinetuningConfig", "FinetuningTrainer"),
     "training.transfer": ("TransferResult", "transfer_attention"),
 }

@@ -136,6 +136,8 @@ class FeatureMap(nn.Module):
     uses_positions = False
     #: Most tokens of a row that a map with positions can tell apart (None: no limit).
     max_length: int | None = None
+    #: Whether `fit(keys, queries)` and `weigh(bias)` find a start for the model's own keys (see `feature_maps.vq`).
+    fits_keys = False
 
     def __init__(self, shape: AttentionShape, options: Any) -> None:
         super().__init__()

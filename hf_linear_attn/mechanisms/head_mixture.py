@@ -134,6 +134,10 @@ class HeadMixture(LinearAttention):
             tensor = tensors[name]
             own.copy_(tensor if tensor.shape == own.shape else self._split(tensor[None])[0][0])
 
+    def linear_heads(self, tensor: Tensor) -> Tensor:
+        """Return the heads of the mechanism of a tensor `[B, H | G, L, x]` of all heads."""
+        return self._split(tensor)[0]
+
     def extra_repr(self) -> str:
         return f"exact_heads={list(self.exact_heads)}"
 

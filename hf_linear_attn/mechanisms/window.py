@@ -100,7 +100,7 @@ class WindowOptions(HybridOptions):
     saturation: int | Literal["auto"] | None = option(
         "auto",
         "n far tokens weigh as n / (1 + n / saturation), so as no more than so many (null: as n; 'auto': "
-        f"{CAUSAL_SATURATION} in decoders, null in encoders)",
+        f"{CAUSAL_SATURATION} in decoders, null in encoders and with the feature map 'vq')",
         least=1,
     )
     sink_tokens: int | Literal["auto"] = option(
@@ -154,7 +154,9 @@ class WindowAttention(HybridAttention):
 
     def __init__(self, shape: AttentionShape, options: WindowOptions) -> None:
         if options.saturation == "auto":
-            options = replace(options, saturation=CAUSAL_SATURATION if shape.causal else None)
+            # Weights of a map that is fitted to the keys grow with the input as exact ones do.
+            fitted = FEATURE_MAPS.get(options.feature_map).factory.fits_keys
+            options = replace(options, saturation=CAUSAL_SATURATION if shape.causal and not fitted else None)
         if options.sink_tokens == "auto":
             options = replace(options, sink_tokens=CAUSAL_SINKS if shape.causal else BIDIRECTIONAL_SINKS)
         super().__init__(shape, options)

@@ -11,7 +11,16 @@ from torch.nn import functional
 from .common import Features
 
 Activation = Literal[
-    "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "rotated-relu"
+    "elu",
+    "relu",
+    "softmax-pair",
+    "softmax-joint",
+    "exp-pair",
+    "positive",
+    "positive-pair",
+    "rotated-relu",
+    "exp",
+    "softmax",
 ]
 
 #: Number of features that the activation makes of each number.
@@ -24,10 +33,12 @@ PARTS: dict[str, int] = {
     "positive": 1,
     "positive-pair": 2,
     "rotated-relu": 2,
+    "exp": 1,
+    "softmax": 1,
 }
 
-#: Activations whose features come with a log scale.
-SCALED = frozenset({"exp-pair", "positive", "positive-pair"})
+#: Activations whose features come with a log scale; that of "softmax", the partner of "exp", is zero.
+SCALED = frozenset({"exp-pair", "positive", "positive-pair", "exp", "softmax"})
 
 
 class FusedMap(NamedTuple):
@@ -41,6 +52,8 @@ class FusedMap(NamedTuple):
         positive        c exp(y - ‖s x‖²/2)
         positive-pair   c [exp(y), exp(-y)] exp(-‖s x‖²/2)
         rotated-relu     (relu(y) + ε) [cos θ, sin θ], θ the token's angle
+        exp             exp(y)
+        softmax         softmax(y)
 
     s is `in_scale`, c_b `bias_scale`, α `alpha`, ε `epsilon` and c `factor`; weight W `[heads | 1, d, f]`, bias b
     `[heads | 1, f]`, cosine and sine `[B | 1, L]`. Gradients flow to weight and bias.
@@ -73,9 +86,11 @@ class FusedMap(NamedTuple):
             y = x @ weight.to(x.dtype)
         if self.bias is not None:
             y = torch.add(y, self.bias.to(x.dtype).unsqueeze(-2), alpha=self.bias_scale)
+        if self.activation == "softmax":
+            return Features(y.softmax(dim=-1), y.new_zeros(y.shape[:-1]))
         if self.scaled:
-            y = y if self.activation == "positive" else torch.cat([y, -y], dim=-1)
-            half = 0.0 if self.activation == "exp-pair" else x.square().sum(dim=-1, keepdim=True) / 2
+            y = torch.cat([y, -y], dim=-1) if PARTS[self.activation] == 2 else y
+            half = x.square().sum(dim=-1, keepdim=True) / 2 if self.activation.startswith("positive") else 0.0
             # A constant of the sums, which has no gradient: whoever reads log_scale multiplies by it.
             scale = (y.amax(dim=-1, keepdim=True) - half).detach()
             return Features((y - (half + scale - math.log(self.factor))).exp_(), scale.squeeze(-1))

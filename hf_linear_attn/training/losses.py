@@ -198,18 +198,18 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
     if kind == "outputs":
         sampled = mechanism.sampled_outputs and whole and (call.padding is None or call.padding.dim() == 2)
         norm = _squared_norm(call.output.detach().float(), queries)
-        for start, stop, factor in _query_ranges(call, seed) if sampled else everything:
-            block, rows = _block(call, slice(None), start, stop), queries[:, :, start:stop]
+        for start, stop, factor in query_ranges(call, seed) if sampled else everything:
+            block, rows = query_block(call, slice(None), start, stop), queries[:, :, start:stop]
             total = total + _evaluate(partial(attention_outputs_loss, block, rows, norm), backward, factor)
         return total
     count = queries.sum().clamp_min(1)
-    ranges = _query_ranges(call, seed) if separable else everything
+    ranges = query_ranges(call, seed) if separable else everything
     longest = max(stop - start for start, stop, _ in ranges)
     size = max(1, BLOCK_ENTRIES // (call.query.shape[1] * longest * call.key.shape[2]))
     for row in range(0, len(queries), size):
         for start, stop, factor in ranges:
             index = slice(row, row + size)
-            block, rows = _block(call, index, start, stop), queries[index, :, start:stop]
+            block, rows = query_block(call, index, start, stop), queries[index, :, start:stop]
             share = factor * rows.sum() / count
             total = total + _evaluate(partial(attention_weights_loss, block, rows), backward, share)
     return total
@@ -224,7 +224,7 @@ def _evaluate(loss: Callable[[], Tensor], backward: bool, share: Tensor | float)
     return value.detach()
 
 
-def _query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int, int]]:
+def query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int, int]]:
     """Return ranges of queries, `(start, stop, factor)`: the loss is the sum of theirs, each times its factor.
 
     A sample draws one run of neighbouring queries, which stands for `factor` runs, from each of some equal parts.
@@ -245,7 +245,7 @@ def _query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int,
     return ranges
 
 
-def _block(call: AttentionCall, index: slice, start: int, stop: int) -> AttentionCall:
+def query_block(call: AttentionCall, index: slice, start: int, stop: int) -> AttentionCall:
     """Return the call for some rows and queries. Causal queries are then the last of the keys that they see."""
     length = call.query.shape[2]
     keys = stop if call.causal else length

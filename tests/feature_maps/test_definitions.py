@@ -50,6 +50,11 @@ def hedgehog(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
     return definitions.hedgehog_weights(q, k, *layers, SCALING, phi.options.activation)
 
 
+def vq(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
+    phi = module.feature_map
+    return definitions.vq_weights(q, k, (phi.query_weight, phi.query_bias), (phi.key_weight, phi.key_bias), SCALING)
+
+
 def favor(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
     phi = module.feature_map
     return definitions.favor_weights(q, k, allowed, phi.weight, SCALING, phi.phase)
@@ -78,6 +83,8 @@ def performer(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
 #: Name, options, and the explicit weights.
 CASES: list[tuple[str, dict[str, Any], Callable[..., Tensor]]] = [
     ("t2r", {}, t2r),
+    ("vq", {"num_features": 5}, vq),
+    ("vq", {}, vq),
     ("t2r", {"num_features": 9, "bias_init": 0.5, "epsilon": 0.0}, t2r),
     ("taylor", {}, taylor),
     ("taylor", {"projection_dim": 3}, taylor),

@@ -32,8 +32,9 @@ MAPS = {
     "favor+": ("favor+", {"num_features": 20}),
     "favor+-hyperbolic": ("favor+", {"num_features": 20, "hyperbolic": True}),
     "cosformer": ("cosformer", {"max_length": 4096}),
+    "vq": ("vq", {"num_features": 11}),
 }
-SCALED = {"hedgehog-exp", "favor+", "favor+-hyperbolic"}
+SCALED = {"hedgehog-exp", "favor+", "favor+-hyperbolic", "vq"}
 SHAPES = [
     (2, 4, 2, 17),
     *slow((1, 1, 1, 1), (2, 3, 3, 5), (1, 4, 2, 63), (2, 2, 1, 64)),

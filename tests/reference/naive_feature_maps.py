@@ -55,6 +55,17 @@ def hedgehog_weights(
     return sum(q @ k.transpose(-1, -2) for q, k in zip(queries, keys, strict=True))
 
 
+def vq_weights(
+    query: Tensor, key: Tensor, query_layer: tuple[Tensor, Tensor], key_layer: tuple[Tensor, Tensor], scaling: float
+) -> Tensor:
+    """`Σ_c e^{τ Wᵀ_c q + b_c} p_c(k)`, `p(k) ∝ e^{Uᵀk + a}` summing to 1 over the codes c."""
+    (query_weight, query_bias), (key_weight, key_bias) = query_layer, key_layer
+    towards = torch.exp(scaling * torch.einsum("bhld,hdc->bhlc", query, query_weight) + query_bias[:, None])
+    shares = torch.exp(torch.einsum("bgld,gdc->bglc", key, key_weight) + key_bias[:, None])
+    shares = repeat_heads(shares / shares.sum(dim=-1, keepdim=True), query.shape[1])
+    return torch.einsum("bhlc,bhsc->bhls", towards, shares)
+
+
 def t2r_weights(
     query: Tensor,
     key: Tensor,

@@ -18,7 +18,9 @@ enum Activation : int32_t {
   POSITIVE = 5,       // exp(y - |x'|^2 / 2) factor with x' = in_scale x; log scale: the largest exponent
   POSITIVE_PAIR = 6,  // the same with [y, -y]
   ROTATED_RELU = 7,   // (relu(y) + epsilon) [cos, sin] of the token's angle
-  PRECOMPUTED = 8,    // x, in float32, is the features themselves; forward only
+  EXP = 8,            // exp(y); log scale: the largest y
+  SOFTMAX = 9,        // softmax(y), the partner of EXP; log scale 0
+  PRECOMPUTED = 10,   // x, in float32, is the features themselves; forward only
 };
 
 struct Map {
@@ -32,7 +34,10 @@ struct Map {
   int32_t width, projected, input;  // f, numbers in a segment; whether there is a W; d, numbers in a row of x
   float in_scale, bias_scale, alpha, epsilon, factor;
 
-  bool scaled() const { return scales || activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR; }
+  bool scaled() const {
+    return scales || activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR || activation == EXP ||
+           activation == SOFTMAX;
+  }
   int segment() const { return padded(width); }
   int features() const { return parts * segment(); }
 };
@@ -123,7 +128,7 @@ struct FeatureBlock {
           break;
         default: {  // exponentials, whatever they are relative to: the gradient of an exponent is feature times gradient
           const bool joint = map->activation == SOFTMAX_JOINT, separate = map->activation == SOFTMAX_PAIR;
-          const float first = joint ? dot(value, up, row) : separate ? dot(value, up, segment) : 0.0f;
+          const float first = joint || map->activation == SOFTMAX ? dot(value, up, row) : separate ? dot(value, up, segment) : 0.0f;
           const float second = separate ? dot(value + segment, up + segment, segment) : first;
           for (int j = 0; j < segment; j += LANES) {
             Vec product = load(value + j) * (load(up + j) - first);
@@ -194,6 +199,8 @@ struct FeatureBlock {
       case SOFTMAX_JOINT: return exponentials<SOFTMAX_JOINT>(count, in, in_row, in_scale);
       case EXP_PAIR: return exponentials<EXP_PAIR>(count, in, in_row, in_scale);
       case POSITIVE: return exponentials<POSITIVE>(count, in, in_row, in_scale);
+      case EXP: return exponentials<EXP>(count, in, in_row, in_scale);
+      case SOFTMAX: return exponentials<SOFTMAX>(count, in, in_row, in_scale);
       default: return exponentials<POSITIVE_PAIR>(count, in, in_row, in_scale);
     }
   }
@@ -207,7 +214,8 @@ struct FeatureBlock {
   // One loop over all tokens for each step, because within a token each step waits for the one before.
   template <Activation KIND>
   void exponentials(int count, const float* in, int in_row, float in_scale) {
-    constexpr bool joint = KIND == SOFTMAX_JOINT, separate = KIND == SOFTMAX_PAIR, pair = KIND != POSITIVE;
+    constexpr bool joint = KIND == SOFTMAX_JOINT, separate = KIND == SOFTMAX_PAIR, single = KIND == SOFTMAX;
+    constexpr bool pair = KIND != POSITIVE && KIND != EXP && !single;
     constexpr bool positive = KIND == POSITIVE || KIND == POSITIVE_PAIR;
     const int segment = map->segment(), last = segment - LANES;
     const VecInt real = lanes_below(map->width - last);  // of the last vector
@@ -224,7 +232,8 @@ struct FeatureBlock {
       const float high = max_of(maxima), low = max_of(-minima), top = gain * (pair && low > high ? low : high);
       shift[0][t] = separate ? gain * high : top;
       shift[1][t] = separate ? gain * low : top;
-      if (positive || KIND == EXP_PAIR)
+      if (single) scale[t] = 0.0f;
+      if (positive || KIND == EXP_PAIR || KIND == EXP)
         scale[t] = top - (positive ? 0.5f * map->in_scale * map->in_scale * dot(x + t * x_row, x + t * x_row, x_row) : 0.0f);
     }
     for (int t = 0; t < count; ++t) {
@@ -243,9 +252,9 @@ struct FeatureBlock {
       }
       for (int part = 0; part <= pair; ++part) total[part][t] = sum_of(sums[part]);
     }
-    if (joint || separate)
+    if (joint || separate || single)
       for (int t = 0; t < count; ++t)
-        for (int part = 0; part < 2; ++part)
+        for (int part = 0; part <= pair; ++part)
           scale_all(features + t * row + part * segment, segment,
                     1.0f / (joint ? total[0][t] + total[1][t] : total[part][t]));
   }

@@ -163,10 +163,14 @@ def activate(y, halves, batch, tokens, real, fmap):
         logits = tl.where(inside[None, :], 2 * y, float("-inf"))
         parts = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
         values = parts / tl.sum(parts, axis=1, keep_dims=True)
+    elif fmap.activation == "softmax":
+        logits = tl.where(inside[None, :], y, float("-inf"))
+        parts = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
+        values = parts / tl.sum(parts, axis=1, keep_dims=True)
     else:
         top = tl.max(tl.where(inside[None, :], y, float("-inf")), axis=1)
         values = tl.exp(tl.where(inside[None, :], y, 0.0) - top[:, None])
-        if fmap.activation != "exp-pair":
+        if (fmap.activation == "positive") or (fmap.activation == "positive-pair"):
             values = values * fmap.factor
         scale = top - halves
     return tl.where(inside[None, :] & real[:, None], values, 0.0), tl.where(real, scale, float("-inf"))

@@ -1,0 +1,261 @@
+"""A start for the learned parts of a patched model in closed form, from rows of text and without any training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..integration.context import attention_modules
+from ..integration.discovery import self_attention
+from ..integration.exact import AttentionCall, observe_attention
+from ..integration.models import check_model, check_patched
+from ..mechanisms.head_mixture import HeadMixture
+from ..mechanisms.window import WindowAttention
+from ..utils.models import Batch, evaluation_mode, model_inputs
+from .losses import query_block, query_ranges
+
+if TYPE_CHECKING:
+    import pandas
+
+#: Keys of a head that codes are fitted to, at most.
+FITTED_KEYS = 8192
+
+#: Draws of queries of each row whose attention is counted (see `losses.query_ranges`): some 256 queries.
+DRAWS = 4
+
+#: Shares of attention closer than this to 0 or 1 have no finite mixing weight.
+SMALLEST_SHARE = 1e-12
+
+#: Steps that find the biases of codes, and the weight of their squares, for codes that no query looks at.
+BIAS_STEPS, BIAS_DECAY = 40, 1e-7
+
+#: How far bisection moves a log mixing weight at most, and its steps: to 1e-5.
+MIX_RANGE, BISECTIONS = 20.0, 22
+
+
+@dataclass(frozen=True, repr=False)
+class Calibration:
+    """What a calibration found.
+
+    Attributes:
+        table: A row for each query head of each layer with a linear part: `layer`, `head`, and the mean share of its
+            attention outside of the exact part of the mechanism, in `exact` attention and as `calibrated`.
+    """
+
+    table: pandas.DataFrame
+
+    def within(self, factor: float = 2.0) -> float:
+        """Return the share of heads whose attention outside is within a factor of that of exact attention."""
+        exact, calibrated = (self.table[name].clip(lower=SMALLEST_SHARE) for name in ("exact", "calibrated"))
+        ratio = calibrated / exact
+        return float(((ratio <= factor) & (ratio >= 1 / factor)).mean())
+
+    def __repr__(self) -> str:
+        if not len(self.table):
+            return "calibration: no layer has a part whose weight could be fitted"
+        means = self.table.groupby("layer")[["exact", "calibrated"]].mean()
+        title = "share of attention outside of the exact part, mean over heads"
+        return f"{title}\n{means.to_string(float_format='{:.3f}'.format)}"
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html(float_format="{:.3f}".format, index=False)
+
+
+@torch.no_grad()
+def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
+    """Fit the start of each patched layer to the model's own queries and keys, in place and without training.
+
+    - The codes of `vq` maps: k-means on the keys of each key-value head, and biases by which each code gets the share
+      of the attention that its keys have.
+    - The log mixing weight of `window`, with any map: by bisection, so that the mean share of attention outside of
+      window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head.
+
+    The model runs exactly, so that every layer sees the inputs that it was trained with: two passes over the batches
+    for codes, one for mixing weights. Some thousand tokens of text like that to come are enough. What else mechanisms
+    learn is unchanged. In a distributed run all processes get the result of the first.
+
+    Args:
+        model: A patched model.
+        batches: What the tokenizer returns, as dicts of tensors `[B, L]`.
+
+    Returns:
+        The shares of attention in exact attention and after the calibration.
+
+    Raises:
+        TypeError: `model` is no `PreTrainedModel`, or `batches` is one batch alone.
+        ValueError: The model is not patched, or there are no batches.
+    """
+    import pandas as pd
+
+    check_model(model)
+    check_patched(model)
+    if isinstance(batches, Mapping | Tensor):
+        raise TypeError("batches is one batch alone. Pass an iterable of batches, such as [batch].")
+    rows = list(batches)
+    if not rows:
+        raise ValueError("There are no batches to calibrate on.")
+    modules = {id(found.module): index for index, found in enumerate(self_attention(model))}
+    layers = {id(module): _Layer(modules[id(module)], module.linear_attention) for module in attention_modules(model)}
+    if any(layer.fits_keys for layer in layers.values()):
+        _observe(model, rows, lambda call: layers[id(call.module)].collect_keys(call))
+        for layer in layers.values():
+            layer.fit_keys()
+        _observe(model, rows, lambda call: layers[id(call.module)].count_codes(call))
+        for layer in layers.values():
+            layer.weigh_codes()
+    if not all(layer.fits_keys for layer in layers.values()):
+        _observe(model, rows, lambda call: layers[id(call.module)].count_outside(call))
+        for layer in layers.values():
+            layer.mix()
+    table = [row for layer in layers.values() for row in layer.rows()]
+    if torch.distributed.is_initialized():
+        for layer in layers.values():
+            for parameter in layer.linear.parameters():
+                torch.distributed.broadcast(parameter.data, 0)
+    return Calibration(pd.DataFrame(table, columns=["layer", "head", "exact", "calibrated"]))
+
+
+def _observe(model: PreTrainedModel, batches: list[Batch], observer: Callable[[AttentionCall], None]) -> None:
+    backbone = model if model.config.is_encoder_decoder else model.base_model
+    with evaluation_mode(model), observe_attention(model, observer):
+        for batch in batches:
+            backbone(**model_inputs(backbone, batch))
+
+
+class _Layer:
+    """A patched layer with what has been counted of its calls."""
+
+    def __init__(self, index: int, mechanism: Any) -> None:
+        self.index, self.mechanism = index, mechanism
+        self.linear: Any = mechanism.mechanism if isinstance(mechanism, HeadMixture) else mechanism
+        self.map: Any = getattr(self.linear, "feature_map", None)
+        self.fits_keys = self.map is not None and self.map.fits_keys
+        self.keys: list[Tensor] = []  # `[G, n, d]`
+        self.queries: list[Tensor] = []  # `[G, n, d]`
+        self.codes: list[tuple[Tensor, Tensor]] = []  # shares in exact attention, log weights by the map: `[H, n, m]`
+        self.exact_shares: list[Tensor] = []  # `[H, n]`
+        self.logits: list[Tensor] = []  # `[H, n]`, of the share of the linear part
+        self.calibrated: Tensor | None = None  # `[H, n]`
+
+    def _heads(self, tensor: Tensor) -> Tensor:
+        """Return the heads of `[B, H | G, L, x]` that are not exact."""
+        return self.mechanism.linear_heads(tensor) if isinstance(self.mechanism, HeadMixture) else tensor
+
+    def _outside(self, call: AttentionCall) -> Tensor:
+        """Return which keys the feature map weighs, `[B, H, L, S]`; none for the queries of padding."""
+        outside = call.outside()
+        allowed = call.allowed if outside is None else outside
+        return self._heads(allowed & call.real_queries().unsqueeze(-1))
+
+    def _blocks(self, call: AttentionCall) -> Iterator[AttentionCall]:
+        for row in range(call.query.shape[0]):
+            ranges = sorted({drawn[:2] for seed in range(DRAWS) for drawn in query_ranges(call, seed)})
+            for start, stop in ranges:
+                yield query_block(call, slice(row, row + 1), start, stop)
+
+    def collect_keys(self, call: AttentionCall) -> None:
+        """Keep the keys that a query weighs by the map, and the queries."""
+        if not self.fits_keys:
+            return
+        outside = self._outside(call).any(dim=1)
+        for row, (queries, keys) in enumerate(zip(outside.any(dim=2), outside.any(dim=1), strict=True)):
+            key, query = self._heads(call.key[row : row + 1])[0], self._heads(call.query[row : row + 1])[0]
+            self.keys.append(key[:, keys].float())
+            self.queries.append(query[:, queries].float().reshape(len(key), -1, query.shape[-1]))
+
+    def fit_keys(self) -> None:
+        keys, queries = (torch.cat(parts, dim=1) if parts else torch.empty(0, 0) for parts in (self.keys, self.queries))
+        self.keys, self.queries = [], []
+        if keys.shape[1]:
+            self.map.fit(keys[:, :: -(-keys.shape[1] // FITTED_KEYS)], queries)
+
+    def count_codes(self, call: AttentionCall) -> None:
+        """Keep what drawn queries give to each code by the map, and add up what it gets in exact attention.
+
+        Everything is relative to the exact normaliser of the query.
+        """
+        if not self.fits_keys:
+            return
+        query_map, key_map, _ = self.map.functions(call.scaling)
+        for block in self._blocks(call):
+            outside = self._outside(block)
+            counted = outside.any(dim=-1)[0, 0]
+            query, key = self._heads(block.query)[:, :, counted].float(), self._heads(block.key).float()
+            outside, allowed = outside[:, :, counted].to(query), block.allowed[:, :, counted]
+            repeats = query.shape[1] // key.shape[1]
+            codes = key_map(key, 0).values.repeat_interleave(repeats, dim=1)
+            key = key.repeat_interleave(repeats, dim=1)
+            logits = (query @ key.transpose(-1, -2) * block.scaling).masked_fill(~allowed, float("-inf"))
+            normaliser = logits.logsumexp(dim=-1, keepdim=True)
+            exact = ((logits - normaliser).exp() * outside) @ codes
+            features, log_scale = query_map(query, 0)
+            given = (features * (outside @ codes)).log() + log_scale.unsqueeze(-1) - normaliser
+            self.codes.append((exact[0], given[0]))
+
+    def weigh_codes(self) -> None:
+        """Find the biases with the least mean divergence of exact from implied weights, both summed by code.
+
+        This is a convex problem, and at its solution each code gets as much attention as its keys have.
+        """
+        if not self.codes:
+            return
+        exact, given = (torch.cat(parts, dim=1) for parts in zip(*self.codes, strict=True))  # [H, n, m]
+        inside = (1 - exact.sum(dim=2)).clamp_min(0).log()
+        bias, expected = torch.zeros_like(exact[:, 0], requires_grad=True), exact.mean(dim=1)
+        optimizer = torch.optim.LBFGS([bias], max_iter=BIAS_STEPS, line_search_fn="strong_wolfe")
+
+        def divergence() -> Tensor:
+            optimizer.zero_grad()
+            total = torch.logaddexp((given + bias.unsqueeze(1)).logsumexp(dim=2), inside)
+            value = total.mean(dim=1).sum() - (expected * bias).sum() + BIAS_DECAY * bias.square().sum()
+            value.backward()
+            return value
+
+        with torch.enable_grad():
+            optimizer.step(divergence)
+        bias = bias.detach()
+        self.map.weigh(bias)
+        self.exact_shares = [exact.sum(dim=2)]
+        self.calibrated = ((given + bias.unsqueeze(1)).logsumexp(dim=2) - inside).sigmoid()
+        self.codes = []
+
+    def count_outside(self, call: AttentionCall) -> None:
+        """Keep the shares of attention outside of the exact part, of drawn queries."""
+        if self.fits_keys or not isinstance(self.linear, WindowAttention):
+            return
+        for block in self._blocks(call):
+            outside = self._outside(block)
+            counted = outside.any(dim=-1)[0, 0]
+            exact, implied = (
+                (self._heads(weights) * outside).sum(dim=-1)[0][:, counted].float()
+                for weights in (block.exact_weights(), block.linear_weights())
+            )
+            self.exact_shares.append(exact)
+            self.logits.append(implied.double().logit(eps=SMALLEST_SHARE))
+
+    def mix(self) -> None:
+        """Shift the log mixing weights by bisection."""
+        if not self.logits:
+            return
+        logits, exact = torch.cat(self.logits, dim=1), torch.cat(self.exact_shares, dim=1).mean(dim=1)
+        low, high = torch.full_like(exact, -MIX_RANGE), torch.full_like(exact, MIX_RANGE)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            above = (logits + middle.unsqueeze(1)).sigmoid().mean(dim=1) > exact
+            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        shift = (low + high) / 2
+        self.linear.log_mix += shift.to(self.linear.log_mix)
+        self.calibrated = (logits + shift.unsqueeze(1)).sigmoid()
+
+    def rows(self) -> Iterator[tuple[int, int, float, float]]:
+        """The layer's part of the table."""
+        if self.calibrated is None or not self.calibrated.shape[1]:
+            return
+        exact = torch.cat(self.exact_shares, dim=1).mean(dim=1).tolist()
+        for head, values in enumerate(zip(exact, self.calibrated.mean(dim=1).tolist(), strict=True)):
+            yield self.index, head, *values

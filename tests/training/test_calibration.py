@@ -1,0 +1,157 @@
+"""`calibrate`: the start of learned parts, against the attention weights of the exact model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.integration.context import attention_modules
+from hf_linear_attn.integration.exact import AttentionCall, observe_attention
+from hf_linear_attn.mechanisms import AttentionInputs
+from hf_linear_attn.registry import ATTENTIONS
+from tests.tiny_models import BERT, LLAMA, VOCABULARY, Family
+
+WINDOW, SINKS, LENGTH = 5, 2, 40
+
+
+def rows(count: int = 3) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)} for _ in range(count)]
+
+
+def sharp(family: Family) -> Any:
+    """A model whose attention is far from uniform."""
+    model = family.build()
+    for name, parameter in model.named_parameters():
+        if "q_proj.weight" in name or "k_proj.weight" in name or "query.weight" in name or "key.weight" in name:
+            parameter.data *= 3
+    return model
+
+
+def is_far(causal: bool) -> Tensor:
+    """Which keys are outside of window and sinks, from the definition, pair by pair."""
+    far = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    for i in range(LENGTH):
+        for j in range(LENGTH):
+            ends = j < SINKS or (not causal and (j >= LENGTH - SINKS or i < SINKS or i >= LENGTH - SINKS))
+            near = 0 <= i - j < WINDOW if causal else abs(i - j) < WINDOW
+            far[i, j] = (j <= i or not causal) and not near and not ends
+    return far
+
+
+def exact_shares(model: Any, far: Tensor) -> list[Tensor]:
+    """The mean share of attention on far keys of each head, of the queries that have such keys."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = [torch.stack(model(**row, output_attentions=True).attentions) for row in rows()]
+    shares = (torch.stack(weights) * far).sum(-1)[..., far.any(1)]  # [rows, layers, B, H, n]
+    return list(shares.mean(dim=(0, 2, 4)))
+
+
+def implied_shares(model: Any, far: Tensor) -> list[Tensor]:
+    shares: list[Tensor] = []
+
+    def observer(call: AttentionCall) -> None:
+        shares.append((call.linear_weights() * far).sum(-1)[..., far.any(1)].mean(dim=(0, 2)))
+
+    with torch.no_grad(), observe_attention(model, observer):
+        for row in rows():
+            model(**row)
+    layers = len(shares) // len(rows())
+    return [torch.stack(shares[layer::layers]).mean(0) for layer in range(layers)]
+
+
+@pytest.mark.parametrize("feature_map", ["hedgehog", "vq"])
+@pytest.mark.parametrize(("family", "causal"), [(LLAMA, True), (BERT, False)], ids=["llama", "bert"])
+def test_attention_outside_of_the_window_is_that_of_the_exact_model(
+    family: Family, causal: bool, feature_map: str
+) -> None:
+    exact = sharp(family)
+    options: dict[str, Any] = {"window_size": WINDOW, "sink_tokens": SINKS, "feature_map": feature_map}
+    model = hla.patch_model(copy.deepcopy(exact), "window", **options)
+    far = is_far(causal)
+    expected = exact_shares(exact, far)
+    before = implied_shares(model, far)
+    result = hla.calibrate(model, rows())
+    after = implied_shares(model, far)
+    # In rows this short every query is counted. Biases of codes are found step by step, mixing weights by bisection.
+    accuracy = 2e-2 if feature_map == "vq" else 2e-4
+    assert torch.allclose(torch.stack(after), torch.stack(expected), atol=accuracy)
+    assert not torch.allclose(torch.stack(before), torch.stack(expected), atol=5e-2)
+    assert result.table["exact"].to_numpy() == pytest.approx(torch.cat(expected).numpy(), abs=2e-4)
+    assert result.within(1.1) == 1.0
+    assert "0." in repr(result)
+
+
+def test_exact_heads_have_no_part_in_it() -> None:
+    exact = sharp(LLAMA)
+    plan = {"default": {"attention": "window", "window_size": WINDOW, "sink_tokens": SINKS}, "0": {"exact_heads": [1]}}
+    model = hla.patch_model(copy.deepcopy(exact), plan)
+    shares = exact_shares(exact, is_far(True))
+    table = hla.calibrate(model, rows()).table
+    first = table[table["layer"] == 0]
+    repeats = exact.config.num_attention_heads // exact.config.num_key_value_heads
+    linear = [head for head in range(exact.config.num_attention_heads) if head // repeats != 1]
+    assert list(first["exact"]) == pytest.approx(shares[0][linear].tolist(), abs=2e-4)
+    assert list(first["calibrated"]) == pytest.approx(shares[0][linear].tolist(), abs=2e-4)
+
+
+def build(heads: int, groups: int, width: int, codes: int, causal: bool) -> Any:
+    entry = ATTENTIONS.get("vq")
+    return entry.factory(AttentionShape(heads, groups, width, width, causal=causal), entry.options(num_features=codes))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_keys_of_few_values_are_attended_to_exactly(causal: bool) -> None:
+    """With a code for each value of the keys, the weights are those of softmax."""
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(1, 4, 50, 6, generator=generator)
+    values = 2 * torch.randn(2, 7, 6, generator=generator)
+    key = values[:, torch.randint(0, 7, (50,), generator=generator)].unsqueeze(0)
+    mechanism = build(4, 2, 6, 50, causal)
+    mechanism.feature_map.fit(key[0], query[0].view(2, -1, 6))
+    weights = mechanism.attention_weights(AttentionInputs(query, key, key, 0.7, causal))
+    logits = 0.7 * query @ key.repeat_interleave(2, dim=1).transpose(-1, -2)
+    if causal:
+        logits = logits.masked_fill(torch.ones(50, 50).triu(1).bool(), float("-inf"))
+    assert torch.allclose(weights, logits.softmax(-1), atol=1e-3)
+
+
+def test_codes_get_the_attention_of_their_keys() -> None:
+    """`vq` alone: on the rows of the calibration, exact and implied attention to each code agree."""
+    model = hla.patch_model(sharp(LLAMA), "vq", num_features=4)
+    hla.calibrate(model, rows())
+    totals: dict[int, Tensor] = {}
+
+    def observer(call: AttentionCall) -> None:
+        feature_map = call.mechanism.feature_map
+        codes = feature_map.key(call.key, call.scaling).values
+        codes = codes.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
+        given = feature_map.query(call.query, call.scaling).values * (call.allowed.float() @ codes)
+        given = given / given.sum(-1, keepdim=True)
+        both = torch.stack([shares.sum((0, 2)) for shares in (call.exact_weights() @ codes, given)])
+        totals[id(call.module)] = totals.get(id(call.module), 0) + both
+
+    with torch.no_grad(), observe_attention(model, observer):
+        for row in rows():
+            model(**row)
+    assert len(totals) == len(list(attention_modules(model)))
+    for exact, implied in totals.values():
+        assert torch.allclose(implied, exact, rtol=2e-2)
+
+
+def test_what_cannot_be_calibrated_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not patched"):
+        hla.calibrate(LLAMA.build(), rows())
+    model = hla.patch_model(LLAMA.build(), "window")
+    with pytest.raises(TypeError, match="one batch alone"):
+        hla.calibrate(model, rows()[0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no batches"):
+        hla.calibrate(model, [])
+    assert not len(hla.calibrate(model, rows()).table)  # all rows lie within the windows
