@@ -8,6 +8,7 @@ import hf_linear_attn as hla
 
 PUBLIC = [
     "AttentionCall",
+    "Calibration",
     "DistillationConfig",
     "DistillationTrainer",
     "Evaluation",
@@ -21,6 +22,7 @@ PUBLIC = [
     "Recall",
     "TransferResult",
     "__version__",
+    "calibrate",
     "context_parallel",
     "convert",
     "evaluate",

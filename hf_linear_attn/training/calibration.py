@@ -193,8 +193,8 @@ class _Layer:
             logits = (query @ key.transpose(-1, -2) * block.scaling).masked_fill(~allowed, float("-inf"))
             normaliser = logits.logsumexp(dim=-1, keepdim=True)
             exact = ((logits - normaliser).exp() * outside) @ codes
-            features, log_scale = query_map(query, 0)
-            given = (features * (outside @ codes)).log() + log_scale.unsqueeze(-1) - normaliser
+            features, log_scale = query_map(query.double(), 0)  # in float32 the smallest would be zero
+            given = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (outside @ codes).log()
             self.codes.append((exact[0], given[0]))
 
     def weigh_codes(self) -> None:
@@ -219,9 +219,10 @@ class _Layer:
         with torch.enable_grad():
             optimizer.step(divergence)
         bias = bias.detach()
-        self.map.weigh(bias)
-        self.exact_shares = [exact.sum(dim=2)]
-        self.calibrated = ((given + bias.unsqueeze(1)).logsumexp(dim=2) - inside).sigmoid()
+        shares, logits = exact.sum(dim=2), (given + bias.unsqueeze(1)).logsumexp(dim=2) - inside
+        shift = _shift(logits, shares)
+        self.map.weigh(bias + shift.unsqueeze(1))
+        self.exact_shares, self.calibrated = [shares], (logits + shift.unsqueeze(1)).sigmoid()
         self.codes = []
 
     def count_outside(self, call: AttentionCall) -> None:
@@ -242,13 +243,8 @@ class _Layer:
         """Shift the log mixing weights by bisection."""
         if not self.logits:
             return
-        logits, exact = torch.cat(self.logits, dim=1), torch.cat(self.exact_shares, dim=1).mean(dim=1)
-        low, high = torch.full_like(exact, -MIX_RANGE), torch.full_like(exact, MIX_RANGE)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            above = (logits + middle.unsqueeze(1)).sigmoid().mean(dim=1) > exact
-            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-        shift = (low + high) / 2
+        logits = torch.cat(self.logits, dim=1)
+        shift = _shift(logits, torch.cat(self.exact_shares, dim=1))
         self.linear.log_mix += shift.to(self.linear.log_mix)
         self.calibrated = (logits + shift.unsqueeze(1)).sigmoid()
 
@@ -259,3 +255,14 @@ class _Layer:
         exact = torch.cat(self.exact_shares, dim=1).mean(dim=1).tolist()
         for head, values in enumerate(zip(exact, self.calibrated.mean(dim=1).tolist(), strict=True)):
             yield self.index, head, *values
+
+
+def _shift(logits: Tensor, exact: Tensor) -> Tensor:
+    """Return by how much to shift logits of shares `[H, n]`, so that their means are those of exact shares: `[H]`."""
+    expected = exact.mean(dim=1)
+    low, high = torch.full_like(expected, -MIX_RANGE), torch.full_like(expected, MIX_RANGE)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        above = (logits + middle.unsqueeze(1)).sigmoid().mean(dim=1) > expected
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return torch.where(logits.isinf().all(dim=1), 0.0, (low + high) / 2)

@@ -30,7 +30,7 @@ def sharp(family: Family) -> Any:
     model = family.build()
     for name, parameter in model.named_parameters():
         if "q_proj.weight" in name or "k_proj.weight" in name or "query.weight" in name or "key.weight" in name:
-            parameter.data *= 3
+            parameter.data *= 2
     return model
 
 
@@ -80,12 +80,11 @@ def test_attention_outside_of_the_window_is_that_of_the_exact_model(
     before = implied_shares(model, far)
     result = hla.calibrate(model, rows())
     after = implied_shares(model, far)
-    # In rows this short every query is counted. Biases of codes are found step by step, mixing weights by bisection.
-    accuracy = 2e-2 if feature_map == "vq" else 2e-4
-    assert torch.allclose(torch.stack(after), torch.stack(expected), atol=accuracy)
+    # In rows this short every query is counted.
+    assert torch.allclose(torch.stack(after), torch.stack(expected), atol=2e-4)
     assert not torch.allclose(torch.stack(before), torch.stack(expected), atol=5e-2)
     assert result.table["exact"].to_numpy() == pytest.approx(torch.cat(expected).numpy(), abs=2e-4)
-    assert result.within(1.1) == 1.0
+    assert result.within(1.01) == 1.0
     assert "0." in repr(result)
 
 
