@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from .training.head_search import ExactHeads as ExactHeads
     from .training.head_search import find_exact_heads as find_exact_heads
     from .training.head_search import find_retrieval_heads as find_retrieval_heads
+    from .training.selection import LinearParts as LinearParts
+    from .training.selection import close_harmful_parts as close_harmful_parts
     from .training.transfer import TransferResult as TransferResult
     from .training.transfer import transfer_attention as transfer_attention
 
@@ -81,6 +83,7 @@ _NAMES = {
     "registry": ("list_attentions", "register_attention", "register_feature_map"),
     "training.calibration": ("Calibration", "calibrate"),
     "training.distillation": ("DistillationConfig", "DistillationTrainer", "FinetuningConfig", "FinetuningTrainer"),
+    "training.selection": ("LinearParts", "close_harmful_parts"),
     "training.transfer": ("TransferResult", "transfer_attention"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

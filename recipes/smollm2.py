@@ -51,7 +51,7 @@ from hf_linear_attn.data.text import packed_rows, text_rows
 from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.measure.speed import measure_decoding
-from hf_linear_attn.mechanisms.window import WindowOptions
+from hf_linear_attn.mechanisms.window import CLOSED_MIX, WindowOptions
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.loading import load_exact
@@ -76,8 +76,8 @@ MEASURED_BY = {
 MEASUREMENTS = tuple(name for name in MEASURED_BY if name != "heads")
 #: The plot of losses ends here, in nats beyond the exact model's: others would be flattened.
 LARGEST_LOSS = 0.5
-#: A mixing weight of e^-30 switches the part outside of windows and sinks off.
-NEAR_ONLY = {"mix_init": -30.0}
+#: The part outside of windows and sinks switched off.
+NEAR_ONLY = {"mix_init": CLOSED_MIX}
 VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "store", "linear")
 
 PROMPTS = (

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -207,3 +208,15 @@ def installed_layers(model: nn.Module) -> dict[int, LayerConfig]:
     layers = [layer for layer in find_attention(model) if not layer.cross]
     contexts = ((index, layer_context(layer.module)) for index, layer in enumerate(layers))
     return {index: one.layer_config for index, one in contexts if one is not None and one.layer_config is not None}
+
+
+def untrained_layers(model: PreTrainedModel) -> set[int]:
+    """Return the indices of the patched layers whose mechanism has the values that it was built with."""
+    layers = [layer for layer in find_attention(model) if not layer.cross]
+    untrained = set()
+    for index, config in installed_layers(model).items():
+        own = getattr(layers[index].module, SUBMODULE)
+        built = _build(model, layers[index], config, own.shape).state_dict()
+        if all(torch.equal(tensor.cpu(), built[name].cpu()) for name, tensor in own.state_dict().items()):
+            untrained.add(index)
+    return untrained

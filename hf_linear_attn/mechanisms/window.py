@@ -26,6 +26,9 @@ CAUSAL_SATURATION = 8
 #: window of 64 from perplexity 92 to 39 (1 sink: 39.5), and MiniLM's embeddings from a cosine of 0.88 to 0.954.
 CAUSAL_SINKS, BIDIRECTIONAL_SINKS = 4, 1
 
+#: A log mixing weight at or below this closes the part outside the window: its weights are zero beside any others.
+CLOSED_MIX = -30.0
+
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
 MIX_BOUND = 10.0
 

@@ -24,7 +24,8 @@ from ..integration.discovery import longest_input
 from ..measure.inputs import accepts_longer_inputs, synthetic_inputs
 from ..patching import is_patched, patch_report
 from ..training import models
-from ..training.head_search import find_exact_heads, leading_batches
+from ..training.calibration import leading_batches
+from ..training.head_search import SEARCH_TOKENS, find_exact_heads
 from ..training.options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from ..training.sharding import is_sharded
 from ..training.transfer import exact_length
@@ -223,7 +224,7 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
     if not config.exact_share:
         return None
     if "exact_heads" not in run.state:
-        batches = leading_batches(data.collator([row]) for row in data.train)
+        batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
         options = {"share": config.exact_share, "seed": config.seed, **config.options}
         with run.working("choosing the heads that stay exact"):
             search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)

@@ -20,7 +20,8 @@ from ..measure.inputs import possible_lengths, timing_options
 from ..measure.values import Values
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
-from ..training.head_search import ExactHeads, find_exact_heads, leading_batches
+from ..training.calibration import leading_batches
+from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import check_output
@@ -222,7 +223,7 @@ def choose_heads(study: Study, one: PlannedModel, config: PlanConfig) -> list[Ex
         search = find_exact_heads(
             one.exact.model,
             one.exact.tokenizer,
-            leading_batches(one.inputs.train),
+            leading_batches(one.inputs.train, SEARCH_TOKENS),
             config.attention,
             seed=config.seed,
             **config.options,

@@ -13,14 +13,19 @@ from transformers import PreTrainedModel
 from ..integration.context import attention_modules
 from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
+from ..integration.install import untrained_layers
 from ..integration.models import check_model, check_patched
 from ..mechanisms.head_mixture import HeadMixture
-from ..mechanisms.window import WindowAttention
+from ..mechanisms.window import CLOSED_MIX, WindowAttention
 from ..utils.models import Batch, evaluation_mode, model_inputs
 from .losses import query_block, query_ranges
+from .sharding import is_sharded
 
 if TYPE_CHECKING:
     import pandas
+
+#: Tokens that the start of an attention transfer, and of a search for exact heads, is calibrated on.
+CALIBRATION_TOKENS = 8192
 
 #: Keys of a head that codes are fitted to, at most.
 FITTED_KEYS = 8192
@@ -73,7 +78,8 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
     - The codes of `vq` maps: k-means on the keys of each key-value head, and biases by which each code gets the share
       of the attention that its keys have.
     - The log mixing weight of `window`, with any map: by bisection, so that the mean share of attention outside of
-      window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head.
+      window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head. What is closed (`mix_init`
+      of -30 or less) stays closed.
 
     The model runs exactly, so that every layer sees the inputs that it was trained with: two passes over the batches
     for codes, one for mixing weights. Some thousand tokens of text like that to come are enough. What else mechanisms
@@ -101,15 +107,17 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
         raise ValueError("There are no batches to calibrate on.")
     modules = {id(found.module): index for index, found in enumerate(self_attention(model))}
     layers = {id(module): _Layer(modules[id(module)], module.linear_attention) for module in attention_modules(model)}
+    whole = model.config.is_encoder_decoder or is_sharded(model)
+    backbone = model if whole else model.base_model  # the head and its logits are of no use here
     if any(layer.fits_keys for layer in layers.values()):
-        _observe(model, rows, lambda call: layers[id(call.module)].collect_keys(call))
+        _observe(backbone, rows, lambda call: layers[id(call.module)].collect_keys(call))
         for layer in layers.values():
             layer.fit_keys()
-        _observe(model, rows, lambda call: layers[id(call.module)].count_codes(call))
+        _observe(backbone, rows, lambda call: layers[id(call.module)].count_codes(call))
         for layer in layers.values():
             layer.weigh_codes()
     if not all(layer.fits_keys for layer in layers.values()):
-        _observe(model, rows, lambda call: layers[id(call.module)].count_outside(call))
+        _observe(backbone, rows, lambda call: layers[id(call.module)].count_outside(call))
         for layer in layers.values():
             layer.mix()
     table = [row for layer in layers.values() for row in layer.rows()]
@@ -120,11 +128,35 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
     return Calibration(pd.DataFrame(table, columns=["layer", "head", "exact", "calibrated"]))
 
 
-def _observe(model: PreTrainedModel, batches: list[Batch], observer: Callable[[AttentionCall], None]) -> None:
-    backbone = model if model.config.is_encoder_decoder else model.base_model
+def calibrate_untrained(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
+    """Calibrate a model of whose learned parts none has been trained, on the first of the batches.
+
+    In a distributed run every process takes as many batches as the first, because a sharded model is called by all.
+    """
+    if len(untrained_layers(model)) < len(list(attention_modules(model))):
+        return
+    chosen = leading_batches(batches, CALIBRATION_TOKENS)
+    if torch.distributed.is_initialized():
+        count = torch.tensor([len(chosen)], device=next(model.parameters()).device)
+        torch.distributed.broadcast(count, 0)
+        chosen = [chosen[index % len(chosen)] for index in range(int(count))]
+    calibrate(model, chosen)
+
+
+def leading_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
+    """Return the first batches, until they have so many tokens together."""
+    chosen: list[Batch] = []
+    for batch in batches:
+        chosen.append(batch)
+        if (tokens := tokens - batch["input_ids"].numel()) <= 0:
+            break
+    return chosen
+
+
+def _observe(model: Any, batches: list[Batch], observer: Callable[[AttentionCall], None]) -> None:
     with evaluation_mode(model), observe_attention(model, observer):
         for batch in batches:
-            backbone(**model_inputs(backbone, batch))
+            model(**model_inputs(model, batch))
 
 
 class _Layer:
@@ -222,6 +254,8 @@ class _Layer:
         shares, logits = exact.sum(dim=2), (given + bias.unsqueeze(1)).logsumexp(dim=2) - inside
         shift = _shift(logits, shares)
         self.map.weigh(bias + shift.unsqueeze(1))
+        if isinstance(self.linear, WindowAttention):
+            self._set_mix(torch.zeros_like(self.linear.log_mix))
         self.exact_shares, self.calibrated = [shares], (logits + shift.unsqueeze(1)).sigmoid()
         self.codes = []
 
@@ -245,8 +279,13 @@ class _Layer:
             return
         logits = torch.cat(self.logits, dim=1)
         shift = _shift(logits, torch.cat(self.exact_shares, dim=1))
-        self.linear.log_mix += shift.to(self.linear.log_mix)
+        self._set_mix(self.linear.log_mix + shift.to(self.linear.log_mix))
         self.calibrated = (logits + shift.unsqueeze(1)).sigmoid()
+
+    def _set_mix(self, log_mix: Tensor) -> None:
+        """Set the log mixing weights, but of the heads whose part outside is closed."""
+        closed = self.linear.log_mix <= CLOSED_MIX
+        self.linear.log_mix.copy_(torch.where(closed, self.linear.log_mix, log_mix))
 
     def rows(self) -> Iterator[tuple[int, int, float, float]]:
         """The layer's part of the table."""

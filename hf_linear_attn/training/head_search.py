@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import DEFAULT_ATTENTION
 from ..data.recall_prompts import KEY, TASKS, PromptMaker, check_positions
-from ..data.task_data import IGNORED
 from ..data.text import text_rows
 from ..integration.context import attention_modules
 from ..integration.discovery import longest_input, self_attention
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
-from ..utils.models import Batch, mean_pooling, model_inputs, shared_copy
-from .losses import embedding_loss, logits_loss
+from ..utils.models import Batch, model_inputs, shared_copy
+from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
+from .losses import next_token_loss, output_divergence
 from .transfer import exact_length, longest_row
 
 if TYPE_CHECKING:
@@ -213,7 +212,7 @@ def find_exact_heads(
         length: Tokens of a row of text, and of a prompt of the probe. None: 1,024 tokens of text, or fewer where the
             model takes fewer; prompts as long as the longest row, and at least 512 tokens.
         seed: Seed of the prompts.
-        options: Options of the mechanism. What it would learn has its initial values.
+        options: Options of the mechanism. What it would learn has the values that `calibrate` finds on the text.
 
     Raises:
         ValueError: The model is patched, there is no text, or numbers are out of range.
@@ -236,6 +235,8 @@ def find_exact_heads(
     if max(map(longest_row, batches)) <= limit:
         reason = f"All rows have at most {limit} tokens, which the mechanism attends to exactly: gains say nothing."
         warnings.warn(f"{reason} Pass longer rows, or narrow what is exact.", stacklevel=2)
+    else:
+        calibrate(gated, leading_batches(batches, CALIBRATION_TOKENS))
     layers = _patched_layers(gated)
     gates: dict[int, Tensor] = {}
 
@@ -259,11 +260,11 @@ def find_exact_heads(
             with torch.enable_grad(), observe_attention(gated, mix):
                 outputs = gated(**inputs)
                 if causal and gated.can_generate():
-                    loss = _next_token_loss(outputs.logits, inputs)
+                    loss = next_token_loss(outputs.logits, inputs)
                 else:
                     with torch.no_grad(), exact_attention(gated):
                         exact = gated(**inputs)
-                    loss = _divergence(outputs, exact, inputs.get("attention_mask"))
+                    loss = output_divergence(outputs, exact, inputs.get("attention_mask"))
                 gradients = torch.autograd.grad(loss, list(gates.values()))
             for layer, gradient in zip(gates, gradients, strict=True):
                 gains[layer] = gains.get(layer, 0.0) - gradient.detach().cpu() / len(batches)
@@ -289,16 +290,6 @@ def _text_batches(
     size = min(length or ROW_LENGTH, limit)
     rows = text_rows(tokenizer, entries, size, max(SEARCH_TOKENS // size, 1), causal=causal)
     return [{"input_ids": torch.tensor([row], device=model.device)} for row in rows]
-
-
-def leading_batches(batches: Iterable[Batch], tokens: int = SEARCH_TOKENS) -> list[Batch]:
-    """Return the first batches, until they have so many tokens together."""
-    chosen: list[Batch] = []
-    for batch in batches:
-        chosen.append(batch)
-        if (tokens := tokens - batch["input_ids"].numel()) <= 0:
-            break
-    return chosen
 
 
 def _probe_length(model: PreTrainedModel, batches: Iterable[Batch]) -> int:
@@ -329,27 +320,6 @@ def _frozen(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-def _next_token_loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    labels = inputs["input_ids"]
-    if "attention_mask" in inputs:
-        labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
-
-
-def _divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:
-    """Return the mean divergence of outputs from exact ones, over rows, real tokens or embeddings."""
-    if "logits" not in outputs:
-        if "last_hidden_state" not in outputs:
-            raise NotImplementedError(f"{type(outputs).__name__} has neither logits nor last_hidden_state to compare.")
-        own, target = (mean_pooling(part.last_hidden_state, attention_mask) for part in (outputs, exact))
-        return embedding_loss(own, target) / len(own)
-    own, target = outputs.logits, exact.logits
-    if own.dim() == 3:
-        real = attention_mask.bool() if attention_mask is not None else torch.ones_like(own[..., 0], dtype=torch.bool)
-        own, target = own[real], target[real]
-    return logits_loss(own, target, 1.0) / len(own)
 
 
 def _table(values: Mapping[tuple[int, int], float], column: str) -> pandas.DataFrame:

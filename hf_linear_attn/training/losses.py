@@ -1,8 +1,9 @@
 """Losses of fine-tuning, distillation and attention transfer, as pure functions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from ..data.task_data import IGNORED
 from ..integration.exact import AttentionCall
+from ..utils.models import mean_pooling
 
 #: Queries of a row that the loss on weights draws at each step, where a row has more; half as many of rows of up to
 #: `SHORT_ROW` tokens. At 1,024 tokens all of them cost 7 to 14 forward passes of a language model of 30 layers, and so
@@ -98,6 +100,28 @@ def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     log_q = functional.log_softmax(student.float() / temperature, dim=-1)
     log_p = functional.log_softmax(teacher.float() / temperature, dim=-1)
     return temperature**2 * functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+
+def next_token_loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the mean loss of the next tokens of inputs, given the logits `[B, L, C]`; padding has none."""
+    labels = inputs["input_ids"]
+    if "attention_mask" in inputs:
+        labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+def output_divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:
+    """Return the mean divergence of outputs from exact ones, over rows, real tokens or embeddings."""
+    if "logits" not in outputs:
+        if "last_hidden_state" not in outputs:
+            raise NotImplementedError(f"{type(outputs).__name__} has neither logits nor last_hidden_state to compare.")
+        own, target = (mean_pooling(part.last_hidden_state, attention_mask) for part in (outputs, exact))
+        return embedding_loss(own, target) / len(own)
+    own, target = outputs.logits, exact.logits
+    if own.dim() == 3:
+        real = attention_mask.bool() if attention_mask is not None else torch.ones_like(own[..., 0], dtype=torch.bool)
+        own, target = own[real], target[real]
+    return logits_loss(own, target, 1.0) / len(own)
 
 
 def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:

@@ -31,6 +31,7 @@ from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
 from ..utils.models import Batch, evaluation_mode, model_inputs
 from ..utils.options import check_value
+from .calibration import calibrate_untrained
 from .losses import layer_loss
 from .options import AttentionLoss
 from .resumable import InterruptedRunError, SignalWatch
@@ -105,6 +106,8 @@ def transfer_attention(
     log: LogFunction | None = None,
 ) -> TransferResult:
     """Train the learned parts of a patched model, in place, to mimic exact attention. Nothing else changes.
+
+    Mechanisms that have learned nothing yet begin from what `calibrate` finds on the first of the batches.
 
     The loss of a layer, averaged over heads and real tokens, is one of:
 
@@ -195,6 +198,8 @@ def transfer_attention(
     if accelerator is not None:
         model = shard_frozen_model(accelerator, model)
     held_out = [batch for batch in validation or () if longest_row(batch) > beyond]
+    if checkpoint is None or not Path(checkpoint).is_file():
+        calibrate_untrained(model, (batch for batch in batches if longest_row(batch) > beyond))
     with objective.training():
         run = _Run(objective, stream, held_out, options, accelerator, progress, log)
         return run.train(None if checkpoint is None else Path(checkpoint))

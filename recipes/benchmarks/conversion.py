@@ -19,6 +19,7 @@ from hf_linear_attn.data.task_data import load_splits
 from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
 from hf_linear_attn.measure.quality import measure_perplexity
+from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study import convert as training
 from hf_linear_attn.study.loading import is_decoder
 from hf_linear_attn.study.settings import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData
@@ -155,7 +156,7 @@ LM_VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     CONTROL: (None, {}),
     "window + hedgehog": ("window", {}),
     "hedgehog": ("hedgehog", {}),
-    "window only": ("window", {"mix_init": -30.0}),
+    "window only": ("window", {"mix_init": CLOSED_MIX}),
     "gla": ("gla", {}),
     "gated-delta": ("gated-delta", {}),
     "linformer-causal": ("linformer-causal", {}),

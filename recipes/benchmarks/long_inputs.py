@@ -34,6 +34,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.data.files import read_text as read_file
 from hf_linear_attn.data.text import pad_token, padded_batches, read_text, text_rows
 from hf_linear_attn.measure.memory import peak_memory
+from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes, read_stream, stream_losses
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.files import write_json
@@ -55,7 +56,7 @@ LONG = 1024
 STRATA = {"<= 1,024": (0, 1024), "> 1,024": (1024, np.inf), "> 2,048": (2048, np.inf)}
 #: A segment in a membrane has some 20 residues. Local: exact attention to the neighbours, and nothing else.
 WINDOW = {"attention": "window", "window_size": 16}
-LOCAL = {**WINDOW, "mix_init": -30.0}
+LOCAL = {**WINDOW, "mix_init": CLOSED_MIX}
 #: What is compared: name -> layers as `patch_model` takes them; None: exact attention.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     EXACT: None,

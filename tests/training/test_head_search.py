@@ -111,6 +111,7 @@ def test_gains_are_derivatives_of_the_divergence(architecture: str, groups: int)
     assert len(result.table) == 2 * groups
     assert result.table["gain"].is_monotonic_decreasing
     patched = hla.patch_model(model, "window", window_size=4, mix_init=-3.0)
+    hla.calibrate(patched, [batch])
     for row in result.table.itertuples():
         ends = [divergence_with_gate(patched, batch, row.layer, row.head, gate) for gate in (-3e-4, 3e-4)]
         # Norms of Llama and pooled embeddings are in float32, so that smaller steps give fewer digits.

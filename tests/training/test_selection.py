@@ -1,0 +1,92 @@
+"""`close_harmful_parts`: the losses that it reports, and what remains open."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.context import attention_modules
+from tests.tiny_models import BERT, LLAMA, VOCABULARY, Family
+
+
+def rows() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(1, VOCABULARY, (2, 24), generator=generator)} for _ in range(2)]
+
+
+def patched(family: Family, **plan: Any) -> Any:
+    torch.manual_seed(0)
+    model = family.build() if family is LLAMA else family.build().base_model
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return hla.patch_model(model, {"default": {"attention": "window", "window_size": 4, "mix_init": 2.0}, **plan})
+
+
+def mixes(model: Any) -> list[Tensor]:
+    """The log mixing weights of all layers."""
+    modules = [module.linear_attention for module in attention_modules(model)]
+    return [getattr(module, "mechanism", module).log_mix for module in modules]
+
+
+def loss(model: Any, exact: Any, closed: tuple[int, ...]) -> float:
+    """The loss with some layers closed, from its definition."""
+    model = copy.deepcopy(model)
+    for layer in closed:
+        mixes(model)[layer].data.fill_(-1e3)
+    values = []
+    with torch.no_grad():
+        for row in rows():
+            ids = row["input_ids"]
+            if exact is None:
+                logits = model(**row).logits
+                values.append(functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:]))
+            else:
+                own, target = (one(**row).last_hidden_state.mean(dim=1) for one in (model, exact))
+                values.append(1 - functional.cosine_similarity(own, target).mean())
+    return float(torch.stack(values).mean())
+
+
+@pytest.mark.parametrize("family", [LLAMA, BERT], ids=["llama", "bert"])
+def test_what_remains_is_the_best_of_three(family: Family) -> None:
+    model = patched(family)
+    exact = None if family is LLAMA else hla.unpatch_model(copy.deepcopy(model))
+    before = copy.deepcopy(model)
+    result = hla.close_harmful_parts(model, rows())
+    everything = loss(before, exact, ())
+    expected = [loss(before, exact, (layer,)) - everything for layer in (0, 1)]
+    assert result.table["worth"].tolist() == pytest.approx(expected, abs=1e-5)
+    harmful = tuple(layer for layer in (0, 1) if expected[layer] <= 0)
+    losses = [everything, loss(before, exact, (0, 1)), loss(before, exact, harmful)]
+    assert list(result.loss.values()) == pytest.approx([*losses[:2], min(losses)], abs=1e-5)
+    assert loss(model, exact, ()) == pytest.approx(min(losses), abs=1e-5)
+    for layer, mix in enumerate(mixes(model)):
+        expected_mix = torch.full_like(mix, -30.0) if layer in result.closed else mixes(before)[layer]
+        assert torch.equal(mix, expected_mix)
+    assert "all closed" in repr(result)
+
+
+def test_closed_parts_stay_closed_through_calibration_and_files(tmp_path: Any) -> None:
+    model = patched(LLAMA, **{"0": {"exact_heads": [0]}})
+    mixes(model)[1].data.fill_(-30.0)
+    assert hla.close_harmful_parts(model, rows()).table["layer"].tolist() == [0]
+    hla.calibrate(model, rows())
+    model.save_pretrained(tmp_path)
+    again = hla.load_pretrained(tmp_path)
+    assert torch.equal(mixes(again)[1], torch.full_like(mixes(again)[1], -30.0))
+    assert torch.equal(mixes(again)[0], mixes(model)[0])
+    without = hla.patch_model(LLAMA.build(), "hedgehog")
+    assert not len(hla.close_harmful_parts(without, rows()).table)
+
+
+def test_bad_batches_are_errors() -> None:
+    model = patched(LLAMA)
+    with pytest.raises(TypeError, match="one batch alone"):
+        hla.close_harmful_parts(model, rows()[0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no batches"):
+        hla.close_harmful_parts(model, [])
