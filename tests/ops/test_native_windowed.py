@@ -88,6 +88,28 @@ def test_output_and_gradients_are_the_definitions(shape, window, feature_map, ki
             assert_near(ours, theirs, 1e-4)
 
 
+@pytest.mark.parametrize("sinks", [1, 20])
+@pytest.mark.parametrize("tokens", [(67, 128), (129, 3), (0, 200)], ids=str)
+def test_few_far_keys_and_rows_with_more_sinks_than_tokens(tokens, sinks):
+    """Only the first and last tokens of short rows see far keys; padding behind the last token has no output."""
+    length = max(tokens)
+    mechanism = build((2, 2, 1, length), 64, "hedgehog", causal=False, sinks=sinks)
+    mask = torch.arange(length) < torch.tensor(tokens).unsqueeze(1)
+    tensors = [tensor.requires_grad_() for tensor in inputs((2, 2, 1, length))]
+    out, _ = attend("native", mechanism, tensors, False, mask)
+    actual = torch.autograd.grad(out.square().sum(), tensors)
+    assert not out.transpose(1, 2)[~mask].any()
+    for row, count in enumerate(tokens):
+        assert not any(gradient[row, :, count:].any() for gradient in actual)
+        if not count:
+            continue
+        own = [tensor[row : row + 1, :, :count].detach().double().requires_grad_() for tensor in tensors]
+        expected = definition(mechanism.double(), own, False, None)
+        assert_near(out[row : row + 1, :, :count], expected)
+        for ours, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), own), strict=True):
+            assert_near(ours[row : row + 1, :, :count], theirs, 1e-4)
+
+
 @pytest.mark.parametrize("cuts", [(1, 2, 3, 70), *slow((1,), (64,), (100, 101))], ids=str)
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize(("window", "saturation"), [(3, None), (64, None), (7, 20)])

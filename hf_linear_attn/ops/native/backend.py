@@ -55,7 +55,7 @@ class NativeBackend:
     2⁻⁹; the weights of feature maps in the forward pass to 2⁻¹⁷ only), and an infinite or NaN value reaches all rows of
     its block of 64, as in exact attention; products still add up in float32. Peak extra memory, forward and backward:
     some hundred kilobytes a thread, and the states, `H·m·e` floats for every 2,048 tokens (bidirectional). Windowed
-    attention: also `m·(e + 1)` floats a thread for every 64 tokens (bidirectional), and the gradients of a head in
+    attention: also `2 m·(e + 1)` floats a thread for every 64 tokens (bidirectional), and the gradients of a head in
     float32 (backward). Results are the same bits for any number of threads and any other rows of the batch. (Features
     that torch computes, for maps without a formula, are as torch rounds them.)
     """

@@ -84,7 +84,7 @@ class Arguments(ctypes.Structure):
     tensors: list[Any]
 
 
-_SETTINGS = frozenset(("offset", "window", "two_sided", "scaling", "mix_bound", "saturation"))
+_SETTINGS = frozenset(("offset", "sinks", "window", "two_sided", "scaling", "mix_bound", "saturation"))
 _HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_TENSOR_FIELDS)
 #: What a state before a token becomes after it: an output of the former name is both, in one memory.
 NEXT = {

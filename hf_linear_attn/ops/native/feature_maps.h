@@ -72,12 +72,25 @@ struct FeatureBlock {
     if (map->scales)
       memcpy(scale, map->scales + b * map->scale_batch + head * map->scale_head + start, count * sizeof(float));
     apply(count);
-    if (mask && are_keys)
-      for (int t = 0; t < count; ++t)
-        if (!mask[start + t]) {
-          memset(features + (size_t)t * row, 0, row * sizeof(float));
-          scale[t] = -INFINITY;
-        }
+    if (mask && are_keys) clear_masked(count, mask + start);
+  }
+
+  // The features of inputs [count, x_row] that are read already; those of masked tokens are zero.
+  void use_rows(float* rows, long of_head, int count, const uint8_t* mask) const {
+    FeatureBlock part = *this;
+    part.x = rows;
+    part.head = of_head;
+    part.apply(count);
+    if (mask) part.clear_masked(count, mask);
+  }
+
+  // The tokens from one on.
+  FeatureBlock from(int token) const {
+    FeatureBlock part = *this;
+    part.x += (size_t)token * x_row;
+    part.features += (size_t)token * row;
+    part.scale += token;
+    return part;
   }
 
   // One token of heads first ... first + count - 1. Where they share their weights these are read once.
@@ -157,6 +170,14 @@ struct FeatureBlock {
 
  private:
   bool positive() const { return map->activation == POSITIVE || map->activation == POSITIVE_PAIR; }
+
+  void clear_masked(int count, const uint8_t* mask) {
+    for (int t = 0; t < count; ++t)
+      if (!mask[t]) {
+        memset(features + (size_t)t * row, 0, row * sizeof(float));
+        scale[t] = -INFINITY;
+      }
+  }
 
   void apply(int count) {
     const int segment = map->segment();

@@ -48,8 +48,9 @@ struct Call {
   // Log decays of the causal form with precomputed features, in float32.
   // Windows: the first `skip` keys are no tokens. Log mixing weights are mix + clip(sqrt(tau) u.q, +-bound), without u
   // `mix`; for one token less log(1 + n / N), n of its `count` tokens lying outside, without the last term if N is 0.
-  // Sinks are exact for every row: those at `sink_position`, counted in rows. One token: the first ones of each row,
-  // contiguous; the new one is added to them while there are fewer. Its state and ring may lie where the next ones do.
+  // Sinks are exact for every row: those at `sink_position`, counted in rows. Two-sided: the first s tokens and the last s,
+  // whose own rows are exact, too. One token: the first ones of each row, contiguous; the new one is added to them while
+  // there are fewer. Its state and ring may lie where the next ones do.
   // A store is read and written.
 
   int x_row() const { return padded(size); }

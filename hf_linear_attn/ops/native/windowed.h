@@ -7,8 +7,9 @@
 // keys from `window` before it, of which row t sees those up to its own position (a triangle), and the state of all
 // earlier ones. With a two-sided window the keys from `window` behind it are added, of which row t sees those from its own
 // position on, and the state of all later ones: a first pass from the end saves these for every block.
-// The near part is a band of an n x (n + window) matrix, of which only vectors that touch the band are computed, and behind
-// it the sinks' columns, where a row sees those that are outside of its window. As far keys sinks have no features.
+// The near part is a band of a matrix of n rows and whole blocks of keys around them, of which only vectors that touch the
+// band are computed, and behind it the sinks' columns, where a row sees those that are outside of its window. As far keys
+// sinks have no features. With a two-sided window the rows of sinks are exact, too.
 
 #pragma once
 
@@ -25,7 +26,8 @@ struct Stream {
   bool backwards = false;
   // Which keys are tokens, and which of these are no sinks; with a margin on either side, so that no index needs a check.
   std::vector<uint8_t> flags, far_flags;
-  long margin;
+  std::vector<int64_t> sinks;  // their positions in rows of the sequence
+  long margin, tokens_end;     // behind the last token
 
   Stream(const Call& c, long stream)
       : b(stream / c.groups),
@@ -37,15 +39,27 @@ struct Stream {
     flags.assign(keys + 2 * margin, 0);
     const uint8_t* mask = c.mask_of(b);
     for (long j = c.skip ? c.skip[b] : 0; j < keys; ++j) flags[margin + j] = mask ? mask[j] : 1;
+    for (tokens_end = keys; tokens_end && !valid()[tokens_end - 1];) --tokens_end;
     if (!c.sinks) return;
+    if (c.sink_position)
+      sinks.assign(c.sink_position + b * c.sinks, c.sink_position + (b + 1) * c.sinks);
+    else
+      find_ends(c.sinks);
     far_flags = flags;
-    for (long j = 0; j < c.sinks; ++j) {
-      const long key = c.sink_position[b * c.sinks + j] + offset;
-      if (key >= 0 && key < keys) far_flags[margin + key] = 0;
-    }
+    for (const int64_t sink : sinks)
+      if (sink + offset >= 0 && sink + offset < keys) far_flags[margin + sink + offset] = 0;
   }
   const uint8_t* valid() const { return flags.data() + margin; }
   const uint8_t* far() const { return (far_flags.empty() ? flags : far_flags).data() + margin; }
+
+  // Makes the first and the last `count` tokens sinks, all of them where there are fewer.
+  void find_ends(long count) {
+    long first = 0, last = keys - 1;
+    for (long left = count; left && first < keys; ++first)
+      if (valid()[first]) sinks.push_back(first), --left;
+    for (long left = count; left && last >= first; --last)
+      if (valid()[last]) sinks.push_back(last), --left;
+  }
 
   // Reads rows and keys backwards: token j becomes token keys - 1 - j.
   void reverse() {
@@ -67,45 +81,41 @@ static inline float query_mix(const Call& c, long h, float root, const float* x,
   return part < -c.mix_bound ? -c.mix_bound : part > c.mix_bound ? c.mix_bound : part;
 }
 
+// Multiplies the features of queries by their mixing weights.
+static void weigh_features(const Call& c, const Stream& s, long h, long start, int count, const FeatureBlock& queries) {
+  const float root = std::sqrt(c.scaling);
+  for (int t = 0; t < count; ++t) {
+    const float from_query = query_mix(c, h, root, queries.x + (long)t * queries.x_row, queries.x_row);
+    scale_all(queries.features + (long)t * queries.row, queries.row, std::exp(s.log_mix(c, h, start + t) + from_query));
+  }
+}
+
 // The matrix products and exponentials of the near part of one block: the band's columns, then the sinks'.
 struct Band {
-  int window, reach, columns, sinks, x_row, e_row;  // reach: last column of row t is t + reach
-  bool has_backward;
-  float *key, *value, *key_t, *value_t, *weights, *slopes, *bias;
+  // Columns before those of the block's own keys (`window` in whole blocks), and all. Row t sees those from t + first to
+  // t + reach.
+  int before, columns, first, reach, sinks, x_row, e_row;
+  bool has_backward, has_sink_rows;
+  float *weights, *slopes;
   float *sink_key, *sink_key_t, *sink_value, *sink_value_t, *sink_key_gradient, *sink_value_gradient;
-  const int64_t* sink_position;     // in rows of the sequence
+  int num_sinks = 0;
+  bool any_sink = false;            // whether a row of the block sees one outside of its window
   int32_t *seen_from, *seen_until;  // rows of the block from which on, and up to which, a sink is outside of the window
 
-  // Some columns of the weights with their keys and values.
-  struct Columns {
-    int begin, end, row;  // row: of the transposed keys and values
-    const float *key, *key_t, *value, *value_t;
-    int size() const { return end - begin; }
-  };
-  // Columns of the band, and those of the sinks if there are any.
-  struct Parts {
-    Columns part[2];
-    int count;
-    const Columns* begin() const { return part; }
-    const Columns* end() const { return part + count; }
-  };
-
-  static int columns_of(const Call& c) { return padded(c.window + BLOCK + (c.two_sided ? c.window : 0)); }
+  static int blocks_before(const Call& c) { return (c.window + BLOCK - 1) / BLOCK; }
+  static int num_blocks(const Call& c) { return blocks_before(c) * (c.two_sided ? 2 : 1) + 1; }
   Band(const Call& c, Workspace& workspace, bool backward)
-      : window(c.window),
-        reach(c.two_sided ? 2 * c.window - 1 : c.window),
-        columns(columns_of(c)),
-        sinks(padded((int)c.sinks)),
+      : before(blocks_before(c) * BLOCK),
+        columns(num_blocks(c) * BLOCK),
+        first(before - c.window + 1),
+        reach(c.two_sided ? before + c.window - 1 : before),
+        sinks(padded((int)(c.sinks * (c.two_sided ? 2 : 1)))),
         x_row(c.x_row()),
         e_row(c.e_row()),
         has_backward(backward),
-        key(workspace.take((size_t)columns * x_row)),
-        value(workspace.take((size_t)columns * e_row)),
-        key_t(workspace.take((size_t)columns * x_row)),
-        value_t(workspace.take((size_t)columns * e_row)),
+        has_sink_rows(c.two_sided && c.sinks),
         weights(workspace.take((size_t)(columns + sinks) * BLOCK)),
-        slopes(workspace.take((size_t)(columns + sinks) * BLOCK)),
-        bias(workspace.take(columns + sinks)),
+        slopes(workspace.take(backward ? (size_t)(columns + sinks) * BLOCK : 0)),
         sink_key(workspace.take((size_t)sinks * x_row)),
         sink_key_t(workspace.take((size_t)sinks * x_row)),
         sink_value(workspace.take((size_t)sinks * e_row)),
@@ -113,53 +123,124 @@ struct Band {
         sink_key_gradient(workspace.take((size_t)sinks * x_row)),
         sink_value_gradient(workspace.take((size_t)sinks * e_row)),
         seen_from(reinterpret_cast<int32_t*>(workspace.take(sinks))),
-        seen_until(reinterpret_cast<int32_t*>(workspace.take(sinks))) {}
+        seen_until(reinterpret_cast<int32_t*>(workspace.take(sinks))),
+        capacity(columns + SPARE_BLOCKS * BLOCK),
+        keys(workspace.take((size_t)capacity * x_row)),
+        values(workspace.take((size_t)capacity * e_row)),
+        biases(workspace.take(capacity)),
+        keys_t(workspace.take((size_t)columns * x_row)),
+        values_t(workspace.take(backward ? (size_t)columns * e_row : 0)) {}
+
+  // Column j of the block: a row of keys, of values, and its bias (0, or -inf where there is no token). Later blocks move
+  // them.
+  float* key(int j = 0) const { return keys + (size_t)(begin + j) * x_row; }
+  float* value(int j = 0) const { return values + (size_t)(begin + j) * e_row; }
+  float* bias(int j = 0) const { return biases + begin + j; }
+  // The block of transposed keys or values that column j belongs to, [x_row | e_row, BLOCK].
+  float* key_t(int j) const { return keys_t + slot_of(j) * x_row * BLOCK; }
+  float* value_t(int j) const { return values_t + slot_of(j) * e_row * BLOCK; }
 
   // The sinks of a row of the batch, with zeros behind them; their gradients begin at zero.
   template <typename T>
   void read_sinks(const Call& c, const Stream& s) {
+    num_sinks = (int)s.sinks.size();
     if (!sinks) return;
-    sink_position = c.sink_position + s.b * c.sinks;
     for (float* matrix : {sink_key, sink_key_gradient}) memset(matrix, 0, (size_t)sinks * x_row * sizeof(float));
     for (float* matrix : {sink_value, sink_value_gradient}) memset(matrix, 0, (size_t)sinks * e_row * sizeof(float));
-    read_rows<T>(c.sink_key, s.b, s.g, 0, (int)c.sinks, c.size, nullptr, sink_key, x_row);
-    read_rows<T>(c.sink_value, s.b, s.g, 0, (int)c.sinks, c.value_size, nullptr, sink_value, e_row);
+    for (int j = 0; j < num_sinks; ++j) {
+      const bool given = c.sink_key.data;  // else they are tokens of the sequence
+      const long at = given ? j : s.sinks[j];
+      read_rows<T>(given ? c.sink_key : c.key, s.b, s.g, at, 1, c.size, nullptr, sink_key + j * x_row, x_row);
+      read_rows<T>(given ? c.sink_value : c.value, s.b, s.g, at, 1, c.value_size, nullptr, sink_value + j * e_row, e_row);
+    }
     transpose(sinks, x_row, sink_key, x_row, sink_key_t, sinks);
     transpose(sinks, e_row, sink_value, e_row, sink_value_t, sinks);
   }
 
-  // Keys and values from `window` before the block's first row on.
+  // Reads the keys and values around a block of rows. Blocks follow one another from row 0 on: each key is read once.
   template <typename T>
   void read(const Call& c, const Stream& s, long start, int count) {
-    const uint8_t* valid = s.valid();
-    const long first = s.offset + start;
-    columns = padded(window + count + (c.two_sided ? window : 0));
-    read_rows<T>(c.key, s.b, s.g, first - window, columns, c.size, valid, key, x_row);
-    read_rows<T>(c.value, s.b, s.g, first - window, columns, c.value_size, valid, value, e_row);
-    for (int j = 0; j < columns; ++j) bias[j] = valid[first - window + j] ? 0.0f : -INFINITY;
-    for (int j = 0; j < sinks; ++j) {
-      bias[columns + j] = j < c.sinks ? 0.0f : -INFINITY;
-      const int64_t distance = j < c.sinks ? std::max<int64_t>(sink_position[j] - start, INT_MIN / 2) : 0;
-      seen_from[j] = (int32_t)(distance + window);
-      seen_until[j] = c.two_sided ? (int32_t)(distance - window) : -1;
+    const int present = start ? columns - BLOCK : 0;
+    if (!start) {
+      begin = 0;
+    } else if ((begin += BLOCK) + columns > capacity) {
+      memmove(keys, key(), (size_t)present * x_row * sizeof(float));
+      memmove(values, value(), (size_t)present * e_row * sizeof(float));
+      memmove(biases, bias(), present * sizeof(float));
+      begin = 0;
     }
-    if (tiles_for(count)) return;
-    transpose(columns, x_row, key, x_row, key_t, columns);
-    if (has_backward) transpose(columns, e_row, value, e_row, value_t, columns);
+    const uint8_t* valid = s.valid();
+    const long from = s.offset + start - before;
+    first_slot = start / BLOCK;
+    read_rows<T>(c.key, s.b, s.g, from + present, columns - present, c.size, valid, key(present), x_row);
+    read_rows<T>(c.value, s.b, s.g, from + present, columns - present, c.value_size, valid, value(present), e_row);
+    for (int j = present; j < columns; ++j) *bias(j) = valid[from + j] ? 0.0f : -INFINITY;
+    // Tiles read keys and values as they are, but few rows at the end of a sequence go without them.
+    const bool few_rows = tiles_for(BLOCK) && !tiles_for(count);
+    for (int j = few_rows ? 0 : present; (!tiles_for(count) || has_sink_rows) && j < columns; j += BLOCK) {
+      transpose(BLOCK, x_row, key(j), x_row, key_t(j), BLOCK);
+      if (has_backward) transpose(BLOCK, e_row, value(j), e_row, value_t(j), BLOCK);
+    }
+    any_sink = false;
+    for (int j = 0; j < sinks; ++j) {
+      const int64_t distance = j < num_sinks ? std::max<int64_t>(s.sinks[j] - start, INT_MIN / 2) : INT_MAX / 2;
+      seen_from[j] = (int32_t)std::min<int64_t>(distance + c.window, INT_MAX);
+      seen_until[j] = c.two_sided && j < num_sinks ? (int32_t)std::min<int64_t>(distance - c.window, INT_MAX) : -1;
+      any_sink |= j < num_sinks && (seen_from[j] < count || seen_until[j] >= 0);
+    }
   }
 
   int stride() const { return columns + sinks; }  // of weights and slopes
 
   // Columns that some row of the tile at i touches, in whole vectors.
-  int begin_of(int i) const { return (i + 1) / LANES * LANES; }
+  int begin_of(int i) const { return (i + first) / LANES * LANES; }
   int end_of(int i, int tile_rows) const { return std::min(padded(i + tile_rows + reach), columns); }
 
-  // Columns begin ... end - 1 of the band, and the sinks' behind it.
-  Parts parts(int begin, int end) const {
-    return {
-        {{begin, end, columns, key + (size_t)begin * x_row, key_t + begin, value + (size_t)begin * e_row, value_t + begin},
-         {columns, columns + sinks, sinks, sink_key, sink_key_t, sink_value, sink_value_t}},
-        sinks ? 2 : 1};
+  // Some columns of weights and slopes.
+  struct Columns {
+    int begin, end;
+    int size() const { return end - begin; }
+  };
+  // Columns of the band, and those of the sinks if a row of the block sees one.
+  struct Parts {
+    Columns part[2];
+    int count;
+    const Columns* begin() const { return part; }
+    const Columns* end() const { return part + count; }
+    const Columns& band() const { return part[0]; }
+  };
+  Parts parts(int i, int rows) const {
+    return {{{begin_of(i), end_of(i, rows)}, {columns, columns + sinks}}, any_sink ? 2 : 1};
+  }
+
+  // out [rows, columns] = rows of x_row or e_row numbers times transposed keys or values; sinks_t: those of the sinks.
+  void multiply_columns(int rows, int width, const float* in, const Parts& touched, bool by_keys, float* out) const {
+    const float* sinks_t = by_keys ? sink_key_t : sink_value_t;
+    if (TileProducts* tiles = tiles_for(rows)) {
+      const Columns band = touched.band();
+      const float* right = by_keys ? key(band.begin) : value(band.begin);
+      tiles->multiply(rows, band.size(), width, in, width, 1, right, width, out + band.begin, stride(), false, true);
+      if (any_sink) multiply_floats(rows, sinks, width, in, width, 1, sinks_t, sinks, out + columns, stride(), false);
+      return;
+    }
+    for (int j = touched.band().begin; j < touched.band().end;) {
+      const int stop = std::min(touched.band().end, (j / BLOCK + 1) * BLOCK);
+      const float* block = (by_keys ? key_t(j) : value_t(j)) + j % BLOCK;
+      multiply_strip(rows, stop - j, width, in, width, 1, block, BLOCK, out + j, stride(), false);
+      j = stop;
+    }
+    if (any_sink) multiply_strip(rows, sinks, width, in, width, 1, sinks_t, sinks, out + columns, stride(), false);
+  }
+
+  // to [rows, width] += weights or slopes times keys or values.
+  void add_columns(int rows, int width, const float* in, const Parts& touched, bool keys, float* to) const {
+    const Columns band = touched.band();
+    const float *right = keys ? key(band.begin) : value(band.begin), *right_sinks = keys ? sink_key : sink_value;
+    if (tiles_for(rows))
+      multiply(rows, width, band.size(), in + band.begin, stride(), 1, right, width, to, width, true);
+    else
+      multiply_strip(rows, width, band.size(), in + band.begin, stride(), 1, right, width, to, width, true);
+    if (any_sink) multiply_floats(rows, width, num_sinks, in + columns, stride(), 1, right_sinks, width, to, width, true);
   }
 
   // Those of the sinks from j on that are outside of the window of row t of the block.
@@ -170,94 +251,84 @@ struct Band {
     return (from <= t) | (until >= t);
   }
 
-  // exp(tau q.k - top) of all rows; top is computed, or with `known` taken from the forward pass.
-  void exponentials(int count, const float* query, float scaling, bool known, float* top) const {
-    TileProducts* tiles = tiles_for(count);  // all columns: skipping those outside of the band would cost more
-    if (tiles)
-      for (const Columns& part : parts(0, columns))
-        tiles->multiply(count, part.size(), x_row, query, x_row, 1, part.key, x_row, weights + part.begin, stride(), false,
-                        true);
+  // exp(tau q.k - top) of all rows; top is computed, or with `known` taken from the forward pass. Adds to normalisers.
+  void exponentials(int count, const float* query, float scaling, bool known, float* top, float* normaliser) const {
+    const bool tiles = tiles_for(count);  // all columns: skipping those outside of the band would cost more
+    if (tiles) multiply_columns(count, x_row, query, parts(0, count), true, weights);
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tile_rows = std::min(count - i, TILE_ROWS);
-      const Parts touched = parts(begin_of(i), end_of(i, tile_rows));
-      if (!tiles)
-        for (const Columns& part : touched)
-          multiply_strip(tile_rows, part.size(), x_row, query + i * x_row, x_row, 1, part.key_t, part.row,
-                         weights + (size_t)i * stride() + part.begin, stride(), false);
+      const Parts touched = parts(i, tile_rows);
+      if (!tiles) multiply_columns(tile_rows, x_row, query + i * x_row, touched, true, weights + (size_t)i * stride());
       for (int t = i; t < i + tile_rows; ++t) {
         float* row = weights + (size_t)t * stride();
+        const Columns band = touched.band();
         VecInt lane;
-        for (int j = 0; j < LANES; ++j) lane[j] = touched.part[0].begin + j;
+        for (int j = 0; j < LANES; ++j) lane[j] = band.begin + j;
         Vec maxima = splat(-INFINITY);
-        const auto add_logits = [&](int j, VecInt inside) {
-          const Vec logit = select(inside, load(row + j) * scaling + load(bias + j), splat(-INFINITY));
+        const auto add_logits = [&](int j, VecInt inside, Vec shift) {
+          const Vec logit = select(inside, load(row + j) * scaling + shift, splat(-INFINITY));
           store(row + j, logit);
           maxima = larger(maxima, logit);
         };
-        for (int j = touched.part[0].begin; j < touched.part[0].end; j += LANES, lane += LANES)
-          add_logits(j, (lane > t) & (lane <= t + reach));
-        for (int j = 0; j < sinks; j += LANES) add_logits(columns + j, seen_sinks(t, j));
+        for (int j = band.begin; j < band.end; j += LANES, lane += LANES)
+          add_logits(j, (lane >= t + first) & (lane <= t + reach), load(bias(j)));
+        if (any_sink)
+          for (int j = 0; j < sinks; j += LANES) add_logits(columns + j, seen_sinks(t, j), Vec{});
         if (!known) top[t] = max_of(maxima);
       }
-      for (int t = i; t < i + tile_rows; ++t)  // a separate pass, because it waits for the maxima
-        for (const Columns& part : touched) {
-          float* row = weights + (size_t)t * stride();
-          const bool any = top[t] != -INFINITY;  // key in the window
-          for (int j = part.begin; j < part.end; j += LANES) store(row + j, any ? exp_of(load(row + j) - top[t]) : Vec{});
-        }
+      for (int t = i; t < i + tile_rows; ++t) {  // a separate pass, because it waits for the maxima
+        float* row = weights + (size_t)t * stride();
+        const bool any = top[t] != -INFINITY;  // key in the window
+        Vec total{};
+        for (const Columns& part : touched)
+          for (int j = part.begin; j < part.end; j += LANES) {
+            const Vec weight = any ? exp_of(load(row + j) - top[t]) : Vec{};
+            store(row + j, weight);
+            total += weight;
+          }
+        if (normaliser) normaliser[t] += sum_of(total);
+      }
     }
   }
 
   // Zeros in the rows outside of the columns that their tiles touch.
   void clear_outside(int count, float* matrix) const {
+    const Columns all = parts(0, count).band();
     for (int t = 0; t < count; ++t) {
-      const int i = t / TILE_ROWS * TILE_ROWS, begin = begin_of(i), end = end_of(i, std::min(count - i, TILE_ROWS));
+      const int i = t / TILE_ROWS * TILE_ROWS;
+      const Columns own = parts(i, std::min(count - i, TILE_ROWS)).band();
       float* row = matrix + (size_t)t * stride();
-      memset(row, 0, begin * sizeof(float));
-      memset(row + end, 0, (columns - end) * sizeof(float));
+      memset(row + all.begin, 0, (own.begin - all.begin) * sizeof(float));
+      memset(row + own.end, 0, (all.end - own.end) * sizeof(float));
     }
   }
 
-  // Adds the near part to numerators and normalisers.
-  void add_to(int count, float* out, float* normaliser) const {
-    TileProducts* tiles = tiles_for(count);
-    if (tiles) {
+  // Adds the near part to numerators.
+  void add_to(int count, float* out) const {
+    if (tiles_for(count)) {
       clear_outside(count, weights);
-      for (const Columns& part : parts(0, columns))
-        multiply(count, e_row, part.size(), weights + part.begin, stride(), 1, part.value, e_row, out, e_row, true);
+      return add_columns(count, e_row, weights, parts(0, count), false, out);
     }
     for (int i = 0; i < count; i += TILE_ROWS) {
-      const int tile_rows = std::min(count - i, TILE_ROWS);
-      for (const Columns& part : parts(begin_of(i), end_of(i, tile_rows))) {
-        if (!tiles)
-          multiply_strip(tile_rows, e_row, part.size(), weights + (size_t)i * stride() + part.begin, stride(), 1, part.value,
-                         e_row, out + (size_t)i * e_row, e_row, true);
-        for (int t = i; t < i + tile_rows; ++t) {
-          Vec total{};
-          for (int j = part.begin; j < part.end; j += LANES) total += load(weights + (size_t)t * stride() + j);
-          normaliser[t] += sum_of(total);
-        }
-      }
+      const int rows = std::min(count - i, TILE_ROWS);
+      add_columns(rows, e_row, weights + (size_t)i * stride(), parts(i, rows), false, out + (size_t)i * e_row);
     }
   }
 
   // Gradients through the near weights: added to those of the rows' queries, and of the columns' keys and values.
   void backward(int count, const float* query, float scaling, const BackwardBuffers& rows, float* query_gradient,
                 float* key_gradient, float* value_gradient) const {
-    TileProducts* tiles = tiles_for(count);
-    if (tiles)
-      for (const Columns& part : parts(0, columns))
-        tiles->multiply(count, part.size(), e_row, rows.gradient, e_row, 1, part.value, e_row, slopes + part.begin, stride(),
-                        false, true);
-    clear_outside(count, weights);
-    clear_outside(count, slopes);
+    const bool tiles = tiles_for(count);
+    if (tiles) {
+      multiply_columns(count, e_row, rows.gradient, parts(0, count), false, slopes);
+      clear_outside(count, weights);
+      clear_outside(count, slopes);
+    }
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tile_rows = std::min(count - i, TILE_ROWS);
-      const Parts touched = parts(begin_of(i), end_of(i, tile_rows));
-      if (!tiles)
-        for (const Columns& part : touched)
-          multiply_strip(tile_rows, part.size(), e_row, rows.gradient + (size_t)i * e_row, e_row, 1, part.value_t, part.row,
-                         slopes + (size_t)i * stride() + part.begin, stride(), false);
+      const Parts touched = parts(i, tile_rows);
+      float* slope_rows = slopes + (size_t)i * stride();
+      if (!tiles) multiply_columns(tile_rows, e_row, rows.gradient + (size_t)i * e_row, touched, false, slope_rows);
       for (int t = i; t < i + tile_rows; ++t) {
         float *weight = weights + (size_t)t * stride(), *slope = slopes + (size_t)t * stride();
         Vec total{}, ties{};
@@ -276,231 +347,385 @@ struct Band {
             store(slope + j, (load(slope + j) - correction) * scaling);
           }
       }
-      if (!tiles)
-        for (const Columns& part : touched)
-          multiply_strip(tile_rows, x_row, part.size(), slopes + (size_t)i * stride() + part.begin, stride(), 1, part.key,
-                         x_row, query_gradient + (size_t)i * x_row, x_row, true);
+      if (!tiles) add_columns(tile_rows, x_row, slope_rows, touched, true, query_gradient + (size_t)i * x_row);
     }
-    if (sinks) {
+    if (any_sink) {
       multiply(sinks, x_row, count, slopes + columns, 1, stride(), query, x_row, sink_key_gradient, x_row, true);
       multiply(sinks, e_row, count, weights + columns, 1, stride(), rows.gradient, e_row, sink_value_gradient, e_row, true);
     }
+    const Columns all = parts(0, count).band();
     if (tiles) {
-      for (const Columns& part : parts(0, columns))
-        multiply(count, x_row, part.size(), slopes + part.begin, stride(), 1, part.key, x_row, query_gradient, x_row, true);
-      multiply(columns, x_row, count, slopes, 1, stride(), query, x_row, key_gradient, x_row, true);
-      multiply(columns, e_row, count, weights, 1, stride(), rows.gradient, e_row, value_gradient, e_row, true);
+      add_columns(count, x_row, slopes, parts(0, count), true, query_gradient);
+      float *key_rows = key_gradient + (size_t)all.begin * x_row, *value_rows = value_gradient + (size_t)all.begin * e_row;
+      multiply(all.size(), x_row, count, slopes + all.begin, 1, stride(), query, x_row, key_rows, x_row, true);
+      multiply(all.size(), e_row, count, weights + all.begin, 1, stride(), rows.gradient, e_row, value_rows, e_row, true);
       return;
     }
-    for (int j = 0; j < columns; j += TILE_ROWS) {
-      const int tile_rows = std::min(columns - j, TILE_ROWS);
-      const int from = std::max(0, j - reach), to = std::min(count, j + tile_rows);  // rows whose band meets these columns
+    for (int j = all.begin; j < all.end; j += LANES) {  // of which the tiles of rows meet all or none
+      int from = 0, to = count;
+      while (from < count && end_of(from, std::min(count - from, TILE_ROWS)) <= j) from += TILE_ROWS;
+      while (to > from && begin_of((to - 1) / TILE_ROWS * TILE_ROWS) > j) to = (to - 1) / TILE_ROWS * TILE_ROWS;
       if (from >= to) continue;
-      multiply_strip(tile_rows, x_row, to - from, slopes + (size_t)from * stride() + j, 1, stride(),
-                     query + (size_t)from * x_row, x_row, key_gradient + (size_t)j * x_row, x_row, true);
-      multiply_strip(tile_rows, e_row, to - from, weights + (size_t)from * stride() + j, 1, stride(),
-                     rows.gradient + (size_t)from * e_row, e_row, value_gradient + (size_t)j * e_row, e_row, true);
+      multiply_floats(LANES, x_row, to - from, slopes + (size_t)from * stride() + j, 1, stride(),
+                      query + (size_t)from * x_row, x_row, key_gradient + (size_t)j * x_row, x_row, true);
+      multiply_floats(LANES, e_row, to - from, weights + (size_t)from * stride() + j, 1, stride(),
+                      rows.gradient + (size_t)from * e_row, e_row, value_gradient + (size_t)j * e_row, e_row, true);
     }
+  }
+
+ private:
+  static constexpr int SPARE_BLOCKS = 6;  // of the buffers, so that few blocks move what is in them
+  int slot_of(int j) const { return (int)((first_slot + j / BLOCK) % (columns / BLOCK)); }
+
+  int capacity, begin = 0;
+  long first_slot = 0;  // of column 0
+  float *keys, *values, *biases, *keys_t, *values_t;
+};
+
+// Exact attention of the sinks' own queries over all keys (two-sided windows), added up block by block.
+struct SinkRows {
+  int x_row, e_row, num_rows = 0;
+  float *query, *weights, *out, *top, *total;  // query: times tau; out and total: relative to exp(top)
+  // Backward: of the outputs and weights, its product with the output, of the queries.
+  float *gradient, *slopes, *product, *query_gradient;
+
+  SinkRows(const Call& c, Workspace& workspace, bool backward) : x_row(c.x_row()), e_row(c.e_row()) {
+    const size_t rows = c.two_sided ? 2 * c.sinks * c.repeats() : 0, rows_backward = backward ? rows : 0;
+    query = workspace.take(rows * x_row);
+    weights = workspace.take(rows * BLOCK);
+    out = workspace.take(rows * e_row);
+    top = workspace.take(rows);
+    total = workspace.take(rows);
+    gradient = workspace.take(rows_backward * e_row);
+    slopes = workspace.take(rows_backward * BLOCK);
+    product = workspace.take(rows_backward);
+    query_gradient = workspace.take(rows_backward * x_row);
+  }
+
+  // Calls body(row, head, position) for every sink of every head.
+  template <typename Body>
+  static void for_each(const Call& c, const Stream& s, Body body) {
+    for (int row = 0, r = 0; r < c.repeats(); ++r)
+      for (const int64_t position : s.sinks) body(row++, s.g * c.repeats() + r, position);
+  }
+  static size_t index(const Call& c, const Stream& s, long h, long position) {
+    return (s.b * c.heads + h) * c.length + position;
+  }
+
+  template <typename T>
+  void begin(const Call& c, const Stream& s) {
+    num_rows = c.two_sided ? (int)(s.sinks.size() * c.repeats()) : 0;
+    if (!num_rows) return;
+    for_each(c, s, [&](int row, long h, long position) {
+      read_rows<T>(c.query, s.b, h, position, 1, c.size, nullptr, query + (size_t)row * x_row, x_row);
+      top[row] = -INFINITY;
+      total[row] = 0.0f;
+    });
+    scale_all(query, (long)num_rows * x_row, c.scaling);
+    memset(out, 0, (size_t)num_rows * e_row * sizeof(float));
+  }
+
+  // Logits of the keys of a block of rows.
+  void read_logits(const Band& band) const {
+    multiply_floats(num_rows, BLOCK, x_row, query, x_row, 1, band.key_t(band.before), BLOCK, weights, BLOCK, false);
+    for (int row = 0; row < num_rows; ++row)
+      for (int j = 0; j < BLOCK; j += LANES) {
+        float* at = weights + row * BLOCK + j;
+        store(at, load(at) + load(band.bias(band.before + j)));
+      }
+  }
+
+  void add(const Band& band) {
+    if (!num_rows) return;
+    read_logits(band);
+    for (int row = 0; row < num_rows; ++row) {
+      float* weight = weights + row * BLOCK;
+      Vec maxima = splat(top[row]), sum{};
+      for (int j = 0; j < BLOCK; j += LANES) maxima = larger(maxima, load(weight + j));
+      const float highest = max_of(maxima), factor = rescale_factor(top[row], highest);
+      const bool any = highest != -INFINITY;  // key so far
+      for (int j = 0; j < BLOCK; j += LANES) {
+        const Vec value = any ? exp_of(load(weight + j) - highest) : Vec{};
+        store(weight + j, value);
+        sum += value;
+      }
+      total[row] = total[row] * factor + sum_of(sum);
+      top[row] = highest;
+      if (factor != 1.0f) scale_all(out + (size_t)row * e_row, e_row, factor);
+    }
+    multiply_floats(num_rows, e_row, BLOCK, weights, BLOCK, 1, band.value(band.before), e_row, out, e_row, true);
+  }
+
+  // Writes the outputs over those of the windowed form, and for the backward pass as `top` the logarithm of the sum of all
+  // weights, and 0 as the normaliser: what the rows would get through a window has no gradient.
+  template <typename T>
+  void finish(const Call& c, const Stream& s) {
+    if (!num_rows) return;
+    for_each(c, s, [&](int row, long h, long position) {
+      scale_all(out + (size_t)row * e_row, e_row, 1.0f / total[row]);
+      write_rows<T>(c.out, s.b, h, position, 1, c.value_size, out + (size_t)row * e_row, e_row);
+      if (c.normaliser) c.normaliser[index(c, s, h, position)] = 0.0f;
+      if (c.top) c.top[index(c, s, h, position)] = top[row] + std::log(total[row]);
+    });
+  }
+
+  template <typename T>
+  void begin_backward(const Call& c, const Stream& s) {
+    begin<T>(c, s);
+    if (!num_rows) return;
+    for_each(c, s, [&](int row, long h, long position) {
+      read_rows<T>(c.out_gradient, s.b, h, position, 1, c.value_size, nullptr, gradient + (size_t)row * e_row, e_row);
+      read_rows<T>(c.out, s.b, h, position, 1, c.value_size, nullptr, out + (size_t)row * e_row, e_row);
+      product[row] = dot(gradient + (size_t)row * e_row, out + (size_t)row * e_row, e_row);
+      top[row] = c.top[index(c, s, h, position)];
+    });
+    memset(query_gradient, 0, (size_t)num_rows * x_row * sizeof(float));
+  }
+
+  // Adds to the gradients of the keys and values of a block of rows.
+  void backward(const Band& band, float* key_gradient, float* value_gradient) const {
+    if (!num_rows) return;
+    read_logits(band);
+    multiply_floats(num_rows, BLOCK, e_row, gradient, e_row, 1, band.value_t(band.before), BLOCK, slopes, BLOCK, false);
+    for (int row = 0; row < num_rows; ++row)
+      for (int j = 0; j < BLOCK; j += LANES) {
+        float *weight = weights + row * BLOCK + j, *slope = slopes + row * BLOCK + j;
+        store(weight, exp_of(load(weight) - top[row]));
+        store(slope, load(weight) * (load(slope) - product[row]));
+      }
+    const float* own_keys = band.key(band.before);
+    multiply_floats(num_rows, x_row, BLOCK, slopes, BLOCK, 1, own_keys, x_row, query_gradient, x_row, true);
+    multiply_floats(BLOCK, x_row, num_rows, slopes, 1, BLOCK, query, x_row, key_gradient, x_row, true);
+    multiply_floats(BLOCK, e_row, num_rows, weights, 1, BLOCK, gradient, e_row, value_gradient, e_row, true);
   }
 };
 
-// A block of far keys: features and values.
+// A block of far keys: features, and which of them are tokens.
 struct FarKeys {
   static constexpr long NOT_READ = LONG_MIN;
   FeatureBlock block;
-  float *value, *transposed;
-  long first = NOT_READ;    // position of the first one
-  bool has_tokens = false;  // whether any is a token
-  int num_read = 0;         // how many are read
-  bool is_transposed = false;
+  float* transposed;
+  long position = NOT_READ;  // of the first one
+  int begin = 0, end = 0;    // from the first token to behind the last one
+  int num_transposed = 0;
 
   FarKeys(const Call& c, Workspace& workspace)
-      : block(c.key_map, workspace),
-        value(workspace.take(BLOCK * c.e_row())),
-        transposed(workspace.take((size_t)BLOCK * c.m_row())) {}
+      : block(c.key_map, workspace), transposed(workspace.take((size_t)BLOCK * c.m_row())) {}
 
+  bool any() const { return begin < end; }
   static bool any(const Stream& s, long from, int count) {
     const uint8_t* keys = s.far() + from;
     return std::any_of(keys, keys + count, [](uint8_t token) { return token != 0; });
   }
 
-  template <typename T>
-  void read(const Call& c, const Stream& s, long from, int count) {
-    block.read<T>(c.key, s.b, s.g, from, count, s.far());
-    read_rows<T>(c.value, s.b, s.g, from, count, c.value_size, s.far(), value, c.e_row());
-    num_read = count;
-    is_transposed = false;
+  // Computes the features of keys at a position, rows [count, x_row], if there are any: beyond either end of a sequence
+  // there are none, which short inputs mostly consist of.
+  void read(const Stream& s, long from, int count, float* rows) {
+    const uint8_t* tokens = s.far() + from;
+    position = from;
+    for (end = count; end && !tokens[end - 1];) --end;
+    for (begin = 0; begin < end && !tokens[begin];) ++begin;
+    num_transposed = 0;
+    if (!any()) return;
+    block.use_rows(rows, s.g, end, tokens);
+    memset(block.features + (size_t)end * block.row, 0, (size_t)(BLOCK - end) * block.row * sizeof(float));
   }
 
-  // Transposes the features for the triangle of so many rows, unless tiles serve.
-  void transpose_features(int rows) {
-    if (is_transposed || tiles_for(rows)) return;
-    transpose(num_read, block.row, block.features, block.row, transposed, BLOCK);
-    is_transposed = true;
-  }
-
-  // Reads the keys, if there are any: beyond either end of a sequence there are none, which short inputs mostly consist of.
-  template <typename T>
-  void begin(const Call& c, const Stream& s, long from, int count) {
-    first = from;
-    has_tokens = any(s, from, count);
-    if (has_tokens) read<T>(c, s, from, count);
+  // Transposes the features of the first keys for a triangle of so many rows, unless tiles serve.
+  void transpose_features(int keys, int rows) {
+    if (!any() || keys <= num_transposed || tiles_for(rows)) return;
+    transpose(keys, block.row, block.features, block.row, transposed, BLOCK);
+    num_transposed = keys;
   }
 };
-
-// Queries and their features, times the mixing weight; padding becomes a query of zeros.
-template <typename T>
-static void read_far_queries(const Call& c, const Stream& s, long h, long start, int count, FeatureBlock& queries) {
-  queries.read<T>(c.query, s.b, h, start, count, s.valid() + s.offset, false);
-  const float root = std::sqrt(c.scaling);
-  for (int t = 0; t < count; ++t) {
-    const float from_query = query_mix(c, h, root, queries.x + (long)t * queries.x_row, queries.x_row);
-    scale_all(queries.features + (long)t * queries.row, queries.row, std::exp(s.log_mix(c, h, start + t) + from_query));
-  }
-}
 
 // The far part of a block of rows: the state that all rows see, and blocks of keys of which each row sees some.
 struct Far {
   bool two_sided;
   FeatureBlock queries;
   State state;  // over the keys before those of `before`
-  float* weights;
+  float *weights, *value;
   std::vector<FarKeys> blocks;
-  FarKeys *before, *after;  // row t sees keys 0 ... t of the first block, and keys t ... of the second
-  bool has_keys = false;    // whether the state holds any key
-  // Two-sided: for every block of rows the state of the keys behind those of `after`, where there are any.
-  std::vector<State> later_states;
+  FarKeys *before, *after;              // row t sees keys 0 ... t of the first block, and keys t ... of the second
+  const float *before_value, *after_value;
+  int first_row = 0, last_row = 0;      // the rows that see any far key are these, without the last
+  bool has_keys = false;                // whether the state holds any key
+  // Two-sided: the blocks of keys behind each other from `window` on, their sums, and for every block of rows the state of
+  // the keys behind those of `after`, where there are any.
+  std::vector<State> sums, later_states;
   long num_later_states = 0;
   State combined;
   const State* visible = nullptr;
 
   static long row_blocks(const Call& c) { return (c.length + BLOCK - 1) / BLOCK; }
+  // Whether the blocks of keys before and behind the rows are the same ones; with the default window of 64 they are.
+  static bool shares_blocks(const Call& c) { return c.two_sided && 2 * c.window % BLOCK == 0; }
   Far(const Call& c, Workspace& workspace)
       : two_sided(c.two_sided),
         queries(c.query_map, workspace),
         state(c, workspace),
         weights(workspace.take(BLOCK * BLOCK)),
+        value(workspace.take(BLOCK * c.e_row())),
         combined(c, workspace) {
-    // Two-sided: blocks of rows share blocks of keys where these coincide, with the default window of 64 after two blocks.
     for (int i = 0; i < (two_sided ? 3 : 1); ++i) blocks.emplace_back(c, workspace);
     for (long i = 0; two_sided && i < row_blocks(c); ++i) later_states.emplace_back(c, workspace);
+    for (long i = 0; shares_blocks(c) && i < row_blocks(c); ++i) sums.emplace_back(c, workspace);
     before = after = &blocks[0];
   }
 
   void clear() {
     state.clear();
     has_keys = false;
-    for (FarKeys& block : blocks) block.first = FarKeys::NOT_READ;
+    for (FarKeys& block : blocks) block.position = FarKeys::NOT_READ;
   }
 
   // Two-sided: saves, from the end on, the state of the keys behind each block's `after`. Begins and ends cleared.
   template <typename T>
   void sum_later_keys(const Call& c, const Stream& s) {
     const long from = s.offset + c.window;  // where the first block's `after` begins
-    num_later_states = c.keys > from ? (c.keys - from + BLOCK - 1) / BLOCK - 1 : 0;
+    num_later_states = s.tokens_end > from ? (s.tokens_end - from + BLOCK - 1) / BLOCK - 1 : 0;
     for (long block = num_later_states; block > 0; --block) {
       const long first = from + block * BLOCK;
+      State& sum = block < (long)sums.size() ? sums[block] : combined;
+      sum.clear();
       if (FarKeys::any(s, first, BLOCK)) {
-        before->read<T>(c, s, first, BLOCK);
-        state.add(before->block.features, before->value, BLOCK);
+        blocks[0].block.read<T>(c.key, s.b, s.g, first, BLOCK, s.far());
+        read_rows<T>(c.value, s.b, s.g, first, BLOCK, c.value_size, s.far(), value, c.e_row());
+        sum.add(blocks[0].block.features, value, BLOCK);
       }
+      state.set_sum(state, sum);
       if (block <= row_blocks(c)) memcpy(later_states[block - 1].kv, state.kv, state.numbers() * sizeof(float));
     }
     clear();
   }
 
-  // The block of keys from a position on: a saved one, or else it is read over the oldest.
-  template <typename T>
-  FarKeys* keys_at(const Call& c, const Stream& s, long from) {
+  // The block of keys from a position on, rows [count, x_row]: a saved one, or else it is read over the oldest.
+  FarKeys* keys_at(const Stream& s, long from, int count, float* rows) {
     FarKeys* oldest = &blocks[0];
     for (FarKeys& block : blocks) {
-      if (block.first == from) return &block;
-      if (block.first < oldest->first) oldest = &block;
+      if (block.position == from) return &block;
+      if (block.position < oldest->position) oldest = &block;
     }
-    oldest->begin<T>(c, s, from, BLOCK);
+    oldest->read(s, from, count, rows);
     return oldest;
   }
 
   // Prepares the keys and states that a block of rows sees; its first row is key `first`.
-  template <typename T>
-  void begin(const Call& c, const Stream& s, long start, int count) {
+  void begin(const Call& c, const Stream& s, const Band& band, long start, int count, long length) {
     const long first = s.offset + start, block = start / BLOCK;
-    if (two_sided) {
-      after = keys_at<T>(c, s, first + c.window);  // this one first, so that it does not overwrite the other
-      before = keys_at<T>(c, s, first - c.window);
-    } else {
-      before->begin<T>(c, s, first - c.window, count);
+    const bool last = start + count >= length;
+    if (two_sided) {  // the later block first, so that it does not overwrite the other
+      after = keys_at(s, first + c.window, BLOCK, band.key(band.before + c.window));
+      after_value = band.value(band.before + c.window);
     }
-    for (FarKeys* keys : {after, before})
-      if (keys->has_tokens) keys->transpose_features(count);
+    before = keys_at(s, first - c.window, two_sided && !last ? BLOCK : count, band.key(band.before - c.window));
+    before_value = band.value(band.before - c.window);
     visible = has_keys ? &state : nullptr;
-    if (block >= num_later_states) return;  // always, where the window is not two-sided
-    combined.set_sum(state, later_states[block]);
-    visible = &combined;
+    if (block < num_later_states) {  // never, where the window is not two-sided
+      visible = has_keys ? &combined : &later_states[block];
+      if (has_keys) combined.set_sum(state, later_states[block]);
+    }
+    first_row = visible || (two_sided && after->any()) ? 0 : std::min(before->begin / LANES * LANES, count);
+    last_row = visible || (before->any() && before->begin < count) ? count : two_sided ? std::min(after->end, count) : 0;
+    for (FarKeys* keys : {after, before}) keys->transpose_features(std::max(keys->end, last_row), last_row - first_row);
   }
 
-  // Whether any key is far from the block's rows.
-  bool any() const { return visible || before->has_tokens || after->has_tokens; }
+  // The features of the rows that see far keys. Their queries are read.
+  void read_features(const Call& c, const Stream& s, long h, long start) {
+    if (first_row >= last_row) return;
+    FeatureBlock part = queries.from(first_row);
+    part.use_rows(part.x, h, last_row - first_row, nullptr);
+    weigh_features(c, s, h, start + first_row, last_row - first_row, part);
+  }
 
   void rows(int count, float* out, float* normaliser) {
-    if (before->has_tokens) {
-      causal_rows(count, queries, before->block, before->transposed, before->value, visible ? *visible : state, visible,
-                  weights, out, normaliser);
+    const int width = state.columns, m_row = state.rows;
+    memset(normaliser, 0, count * sizeof(float));
+    memset(out, 0, (size_t)std::min(first_row, count) * width * sizeof(float));
+    const int stop = std::max(first_row, last_row), seeing = stop - first_row;
+    memset(out + (size_t)stop * width, 0, (size_t)std::max(count - stop, 0) * width * sizeof(float));
+    if (!seeing) return;
+    const FeatureBlock part = queries.from(first_row);
+    float *to = out + (size_t)first_row * width, *sums_to = normaliser + first_row;
+    const bool has_before = before->any() && before->begin < count;
+    if (has_before) {
+      const FeatureBlock keys = before->block.from(first_row);  // earlier ones are no tokens
+      causal_rows(seeing, part, keys, before->transposed + first_row, before_value + (size_t)first_row * width,
+                  visible ? *visible : state, visible, weights, to, sums_to);
     } else if (visible) {
-      read_state(count, queries, *visible, out, normaliser);
+      read_state(seeing, part, *visible, to, sums_to);
     } else {
-      memset(out, 0, (size_t)count * state.columns * sizeof(float));
-      memset(normaliser, 0, count * sizeof(float));
+      memset(to, 0, (size_t)seeing * width * sizeof(float));
     }
-    if (!two_sided || !after->has_tokens) return;
-    triangle_product(true, count, BLOCK, state.rows, queries.features, after->block.features, after->transposed, weights);
-    add_multiply_upper(count, BLOCK, weights, BLOCK, 1, after->value, state.columns, out);
-    for (int t = 0; t < count; ++t) normaliser[t] += row_sum(weights + t * BLOCK, BLOCK - 1);
+    if (!two_sided || !after->any()) return;
+    const int keys = std::max(after->end, seeing);  // behind the last there are zeros
+    triangle_product(true, seeing, keys, m_row, part.features, after->block.features, after->transposed, weights);
+    add_multiply_upper(seeing, keys, weights, BLOCK, 1, after_value, width, to);
+    for (int t = 0; t < seeing; ++t) sums_to[t] += row_sum(weights + t * BLOCK, keys - 1);
   }
 
-  void add_keys(int count) {
-    if (!before->has_tokens) return;
-    state.add(before->block.features, before->value, count);
+  void add_keys(const Call& c, long start, int count) {
+    if (!before->any() || before->begin >= count) return;
+    const long block = (start - 2 * c.window) / BLOCK;  // among those behind each other from `window` on
+    if (start >= 2 * c.window && block > 0 && block <= num_later_states && block < (long)sums.size())
+      state.set_sum(state, sums[block]);
+    else
+      state.add(before->block.features, before_value, std::min(before->end, count));
     has_keys = true;
   }
 };
+
+// Zeros as outputs of the padding behind the last token of a row, from a position on. block: buffer for a block.
+template <typename T>
+static void clear_padding(const Call& c, const Stream& s, long from, float* block) {
+  memset(block, 0, (size_t)BLOCK * c.e_row() * sizeof(float));
+  for (long h = s.g * c.repeats(); h < (s.g + 1) * c.repeats(); ++h) {
+    for (long start = from; start < c.length; start += BLOCK)
+      write_rows<T>(c.out, s.b, h, start, (int)std::min<long>(c.length - start, BLOCK), c.value_size, block, c.e_row());
+    for (float* numbers : {c.normaliser, c.top})
+      if (numbers) std::fill_n(numbers + (s.b * c.heads + h) * c.length + from, c.length - from, 0.0f);
+  }
+}
 
 template <typename T>
 static int windowed(const Call& c) {
   return run_parallel<T>(c.threads, [&](Workspace& workspace) {
     Far far(c, workspace);
     Band band(c, workspace, false);
+    SinkRows sink_rows(c, workspace, false);
     float *out = workspace.take(BLOCK * c.e_row()), *normaliser = workspace.take(BLOCK), *top = workspace.take(BLOCK);
     if (!workspace.ready()) return;
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < c.batch * c.groups; ++task) {
       Stream s(c, task);
       band.read_sinks<T>(c, s);
+      sink_rows.begin<T>(c, s);
       far.clear();
       if (c.two_sided)
         far.sum_later_keys<T>(c, s);
       else
         far.has_keys = unpack_state(c, task, far.state);
-      for (long start = 0; start < c.length; start += BLOCK) {
-        const int count = (int)std::min<long>(c.length - start, BLOCK);
-        far.begin<T>(c, s, start, count);
+      const long length = c.two_sided ? s.tokens_end : c.length;
+      for (long start = 0; start < length; start += BLOCK) {
+        const int count = (int)std::min<long>(length - start, BLOCK);
         band.read<T>(c, s, start, count);
+        sink_rows.add(band);
+        far.begin(c, s, band, start, count, length);
         for (long h = s.g * c.repeats(); h < (s.g + 1) * c.repeats(); ++h) {
-          if (far.any()) {
-            read_far_queries<T>(c, s, h, start, count, far.queries);
-          } else {  // only the near part
-            read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, far.queries.x_row);
-          }
+          read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, far.queries.x_row);
+          far.read_features(c, s, h, start);
           far.rows(count, out, normaliser);
-          band.exponentials(count, far.queries.x, c.scaling, false, top);
-          band.add_to(count, out, normaliser);
+          band.exponentials(count, far.queries.x, c.scaling, false, top, normaliser);
+          band.add_to(count, out);
           const size_t index = (s.b * c.heads + h) * c.length + start;
           if (c.normaliser) memcpy(c.normaliser + index, normaliser, count * sizeof(float));
           if (c.top) memcpy(c.top + index, top, count * sizeof(float));
           divide_rows<T>(c, s.b, h, start, count, out, normaliser);
         }
-        if (start + count < c.length || c.next_state) far.add_keys(count);
+        if (start + count < length || c.next_state) far.add_keys(c, start, count);
       }
+      clear_padding<T>(c, s, length, out);
+      sink_rows.finish<T>(c, s);
       if (c.next_state) pack_state(c, task, far.state);
     }
   });

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..calls import Mix, WindowedCall
 from ..common import InPlaceState, State, mask_tokens
-from ..sinks import attend_from_sinks, end_tokens, first_tokens, take_tokens
+from ..sinks import first_tokens, take_tokens
 from ..windowed import gather_tokens, make_ring
 from . import binding
 from .binding import NEXT, Numbers, Tensors, differentiable, empty, output
@@ -36,7 +36,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     length, mask, valid, query_index = call.query.shape[2], call.mask, None, None
     if not length:
         return empty(*call.query.shape[:3], call.value.shape[3], dtype=call.value.dtype), call.state
-    sinks, first = first_tokens(call) if call.causal else (end_tokens(call), {})
+    sinks, first = first_tokens(call) if call.causal else (None, {})
     tokens = call.replace(log_mix=log_mix)
     if call.causal and (mask is not None or call.state is not None):
         (tokens, valid, query_index), mask = gather_tokens(call, log_mix), None
@@ -45,7 +45,9 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         inputs["skip"], numbers["offset"] = (~valid).sum(dim=1), call.window
     if mask is not None:
         inputs["mask"] = mask
-    if sinks is not None:
+    if not call.causal:
+        numbers["sinks"] = call.sinks
+    elif sinks is not None:
         inputs |= {"sink_key": sinks.key, "sink_value": sinks.value, "sink_position": sinks.position}
     after: State = {}
     if call.needs_grad():
@@ -61,7 +63,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         binding.run("windowed", {**inputs, **learned}, outputs, numbers)
         out = outputs["out"]
     if not call.causal:
-        return attend_from_sinks(out, call, sinks), None
+        return out, None
     if query_index is not None:
         out = mask_tokens(take_tokens(out, query_index), call.mask)
     if not call.return_state:

@@ -60,7 +60,8 @@ struct FarForm {
     return count;
   }
   void read_queries(long h, long start, int count) {
-    read_far_queries<T>(c, s, h, start, count, pass.queries);
+    pass.queries.read<T>(c.query, s.b, h, start, count, s.valid() + s.offset, false);
+    weigh_features(c, s, h, start, count, pass.queries);
     const float* all = c.normaliser + (s.b * c.heads + h) * c.length;
     for (int t = 0; t < count; ++t) pass.normaliser[t] = all[s.position_of(start + t)];
     row_gradients<T>(c, s.b, h, start, count, pass.normaliser, pass.back);
@@ -110,6 +111,7 @@ static int windowed_backward(const Call& c) {
     CausalBackward far(c, workspace);
     BackwardBuffers& back = far.back;
     Band band(c, workspace, true);
+    SinkRows sink_rows(c, workspace, true);
     const int x_row = band.x_row, e_row = band.e_row;
     float *query = workspace.take(BLOCK * x_row), *top = workspace.take(BLOCK);
     if (!workspace.ready()) return;
@@ -119,24 +121,37 @@ static int windowed_backward(const Call& c) {
       Stream s(c, task);
       to.clear();
       band.read_sinks<T>(c, s);
+      sink_rows.begin_backward<T>(c, s);
       FarForm<T>{c, s, far, to}.run();
       if (c.two_sided) {
         s.reverse();
         FarForm<T>{reversed_call, s, far, to}.run();
         s.reverse();
       }
-      for (long start = 0; start < c.length; start += BLOCK) {
-        const int count = (int)std::min<long>(c.length - start, BLOCK);
-        const long first = s.offset + start - c.window;
+      const long length = c.two_sided ? s.tokens_end : c.length;
+      for (long start = 0; start < length; start += BLOCK) {
+        const int count = (int)std::min<long>(length - start, BLOCK);
+        const long first = s.offset + start - band.before;
         band.read<T>(c, s, start, count);
+        sink_rows.backward(band, to.key_at(s.offset + start), to.value_at(s.offset + start));
         for (long r = 0; r < c.repeats(); ++r) {
           const long h = s.g * c.repeats() + r, index = (s.b * c.heads + h) * c.length + start;
           read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, query, x_row);
           row_gradients<T>(c, s.b, h, start, count, c.normaliser + index, back);
           memcpy(top, c.top + index, count * sizeof(float));
-          band.exponentials(count, query, c.scaling, true, top);
+          band.exponentials(count, query, c.scaling, true, top, nullptr);
           band.backward(count, query, c.scaling, back, to.query_at(r, start), to.key_at(first), to.value_at(first));
         }
+      }
+      SinkRows::for_each(c, s, [&](int row, long h, long position) {
+        if (!c.two_sided) return;
+        float* gradient = sink_rows.query_gradient + (size_t)row * x_row;
+        scale_all(gradient, x_row, c.scaling);
+        add_rows_along(gradient, x_row, 1, to.query_at(h - s.g * c.repeats(), position), false);
+      });
+      for (int j = 0; c.two_sided && j < band.num_sinks; ++j) {
+        add_rows_along(band.sink_key_gradient + j * x_row, x_row, 1, to.key_at(s.sinks[j]), false);
+        add_rows_along(band.sink_value_gradient + j * e_row, e_row, 1, to.value_at(s.sinks[j]), false);
       }
       for (long r = 0; r < c.repeats(); ++r) {
         clear_masked(s.valid() + s.offset, 0, (int)c.length, to.query_at(r, 0), x_row);
@@ -144,7 +159,7 @@ static int windowed_backward(const Call& c) {
       }
       write_rows<T>(c.key_gradient, s.b, s.g, 0, (int)c.keys, c.size, to.key_at(0), x_row);
       write_rows<T>(c.value_gradient, s.b, s.g, 0, (int)c.keys, c.value_size, to.value_at(0), e_row);
-      if (!c.sinks) continue;
+      if (!c.sink_key_gradient.data) continue;
       write_rows<T>(c.sink_key_gradient, s.b, s.g, 0, (int)c.sinks, c.size, band.sink_key_gradient, x_row);
       write_rows<T>(c.sink_value_gradient, s.b, s.g, 0, (int)c.sinks, c.value_size, band.sink_value_gradient, e_row);
     }
