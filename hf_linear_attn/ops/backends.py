@@ -3,6 +3,7 @@
     torch    blocks of torch operations; everything, everywhere
     native   C++ kernels for the CPU, compiled on first use (see `ops.native`)
     triton   GPU kernels, where Triton is installed (see `ops.triton`)
+    flex     windows on GPUs, by PyTorch's FlexAttention (see `ops.flex`)
     fla      the kernels of flash-linear-attention, by name only (see `ops.fla_backend`)
 
 `auto` selects the first backend, in order of speed, that supports the call. All backends compute the same function and
@@ -22,6 +23,7 @@ from . import gated, kernelized
 from .calls import BackendCall, GatedCall, KernelizedCall
 from .common import State
 from .fla_backend import FlaBackend
+from .flex import FlexBackend
 from .native.backend import NativeBackend
 from .triton.backend import TritonBackend
 from .windowed import windowed
@@ -60,7 +62,7 @@ class TorchBackend:
 
 #: All backends, the fastest first. Backends behind `torch`, which supports every call, are used by name only.
 _BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (NativeBackend(), TritonBackend(), TorchBackend(), FlaBackend())
+    backend.name: backend for backend in (NativeBackend(), TritonBackend(), FlexBackend(), TorchBackend(), FlaBackend())
 }
 _selected = "auto"
 

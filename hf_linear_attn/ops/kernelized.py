@@ -19,6 +19,7 @@ from .common import (
     KVState,
     State,
     block_length,
+    compute_dtype,
     divide,
     finite_or_zero,
     group_heads,
@@ -88,10 +89,12 @@ def attend_to_state(call: KernelizedCall, kv_state: KVState) -> Tensor:
     return torch.cat(outputs, dim=2)
 
 
-def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | None]:
+def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) -> tuple[Tensor, State | None]:
     """Compute the same over `j <= i`, continued from `call.state`, and if `call.return_state` the state after them.
 
-    Time O(L·(chunk + m)·(d + e)); temporaries O(block·m). A single token is the recurrent step: O(m·e).
+    Without `normalise` (of features without a log scale, in graphs of fixed lengths) the result is `Σ_j w_ij [v_j, 1]`
+    `[B, H, L, e + 1]` in the dtype of sums. Time O(L·(chunk + m)·(d + e)); temporaries O(block·m). A single token is
+    the recurrent step: O(m·e).
     """
     query, key, value, state, signed = call.query, call.key, call.value, call.state, call.signed
     batch, heads, length, _ = query.shape
@@ -100,7 +103,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
         return out, after if call.return_state else None
     kv_state = None if state is None else KVState.from_state(state)
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
-    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
+    empty = value.new_zeros(batch, heads, 0, value.shape[-1])
+    outputs = [empty if normalise else with_ones(empty.to(compute_dtype(value)))]
     for start, stop, part, (columns, values) in token_blocks(step, call.mask, key, value):
         rows = query[:, :, start:stop].to(columns.dtype)
         queries = group_heads(call.query_features(rows, start).values, key.shape[1])
@@ -117,7 +121,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
                 if call.return_state or start + now.stop < length:
                     own = KVState.of(chunk_k, chunk_v, signed=signed)
                     kv_state = own if kv_state is None else kv_state.plus(own)
-            outputs.append(weighted_mean(out.view(batch, heads, now.stop - low, -1), signed=signed).to(value.dtype))
+            out = out.view(batch, heads, now.stop - low, -1)
+            outputs.append(weighted_mean(out, signed=signed).to(value.dtype) if normalise else out)
     return torch.cat(outputs, dim=2), kv_state.state() if call.return_state and kv_state is not None else None
 
 

@@ -6,12 +6,14 @@ of the native kernels at small sizes, with the sequence cut into short spans.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
-from hf_linear_attn.ops import backends
-from hf_linear_attn.ops.triton import attention, check
+from hf_linear_attn.ops import backends, check, kernelized
+from hf_linear_attn.ops.triton import attention
 from hf_linear_attn.ops.triton.backend import TritonBackend, interpreted
 from hf_linear_attn.registry import FEATURE_MAPS
 from tests.ops.test_native import BOTH, MAPS, SCALED, assert_near, build, definition, inputs, make_call, masks
@@ -239,24 +241,43 @@ def test_the_check_before_first_use(name, causal, learning, monkeypatch):
         assert "log scale" in BACKEND.unsupported_reason(call)
         return
     case = check.case_of(call)._replace(learning=learning)
-    assert check.compare(case, call.fused) is None
-    right = check.attention.run
 
     def wrong(call):
-        out, state = right(call)
+        out, state = attention.run(call)
         return out * 1.01, state
-
-    monkeypatch.setattr(check.attention, "run", wrong)
-    assert "differ from torch in the output" in check.compare(case, call.fused)
 
     def broken(call):
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setattr(check.attention, "run", broken)
-    monkeypatch.setattr(check, "_reasons", {})
-    assert "shared memory" in check.checked_reason(call)
-    monkeypatch.setattr(check.attention, "run", right)
-    assert "shared memory" in check.checked_reason(call)  # asked once
+    assert check.compare(check.Kernels("right", attention.run), case, call.fused) is None
+    assert "differ from torch in the output" in check.compare(check.Kernels("wrong", wrong), case, call.fused)
+    assert "shared memory" in check.checked_reason(check.Kernels("broken", broken), call)
+    assert "shared memory" in check.checked_reason(check.Kernels("broken", attention.run), call)  # asked once
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@pytest.mark.parametrize("name", ["elu", "hedgehog"])
+def test_totals_before_normalisation_and_their_gradients(name, kind):
+    feature_map, shape = build(name, 4, 2, 9, 6), (2, 4, 2, 40)
+    weight = torch.randn(2, 4, 40, 7, generator=torch.Generator().manual_seed(1))
+
+    def gradients(compute, dtype):
+        tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs(shape)]
+        exact = copy.deepcopy(feature_map).to(dtype)
+        call = make_call(exact, *tensors, True, masks(shape, kind))
+        totals = compute(call)[0]
+        return totals, torch.autograd.grad((totals * weight.to(dtype)).sum(), [*tensors, *exact.parameters()])
+
+    actual, ours = gradients(BACKEND.totals, torch.float32)
+    expected, theirs = gradients(lambda call: kernelized.causal(call, normalise=False), torch.float64)
+    assert_near(actual, expected, 2e-5)
+    for own, true in zip(ours, theirs, strict=True):
+        assert_near(own, true, 2e-4)
+    with torch.no_grad():
+        call = make_call(feature_map, *inputs(shape), True, masks(shape, kind)).replace(return_state=True)
+        (totals, state), (_, state_true) = BACKEND.totals(call), kernelized.causal(call)
+        assert_near(totals, expected, 2e-5)
+        assert_near(state["kv"], state_true["kv"], 2e-5)
 
 
 def test_what_it_refuses():

@@ -2,7 +2,7 @@
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -242,15 +242,36 @@ def causal(call: KernelizedCall, *, save: bool) -> Forward:
 
 def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
     """Compute a call, with gradients where they are needed."""
-    fused = call.fused
-    assert fused is not None
     call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
     if not call.needs_grad():
         with on_device(call.query.device):
             return (causal if call.causal else bidirectional)(call, save=False)[:2]
-    first, second = fused
+    return _differentiable(call)[0], None
+
+
+def totals(call: KernelizedCall) -> tuple[Tensor, State | None]:
+    """Compute a causal call of at least one token before normalisation: `Σ_j w_ij [v_j, 1]` `[B, H, L, e + 1]`.
+
+    The first e columns are the means in the dtype of the value, times the normaliser.
+    """
+    call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
+    state: State | None = None
+    if call.needs_grad():
+        mean, normaliser = _differentiable(call)
+    else:
+        with on_device(call.query.device):
+            mean, state, normaliser, _ = causal(call, save=True)
+    weight = cast(Tensor, normaliser).unsqueeze(-1)
+    return torch.cat([mean * weight, weight], dim=-1), state
+
+
+def _differentiable(call: KernelizedCall) -> tuple[Tensor, Tensor | None]:
+    """Return the output and the normalisers (None where there are no keys), with gradients of both."""
+    assert call.fused is not None
+    first, second = call.fused
     learned = (first.weight, first.bias, second.weight, second.bias)
-    return _Attention.apply(call.query, call.key, call.value, *learned, call), None
+    out, normaliser = _Attention.apply(call.query, call.key, call.value, *learned, call)
+    return out, normaliser
 
 
 def _map_arguments(call: KernelizedCall) -> tuple[MapArguments, MapArguments]:
@@ -268,13 +289,14 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         call = rest[4].replace(query=query, key=key, value=value)
         with on_device(query.device):
             out, _, normaliser, states = (causal if call.causal else bidirectional)(call, save=True)
         ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, states, call.mask)
         ctx.call = call.replace(query=None, key=None, value=None, mask=None)  # not referenced twice
-        return out
+        ctx.set_materialize_grads(False)
+        return out, normaliser
 
     @staticmethod
     @once_differentiable
@@ -284,9 +306,10 @@ class _Attention(torch.autograd.Function):
         if normaliser is None:  # there are no keys
             tensors = (query, key, value, *parameters)
             return *(None if x is None else torch.zeros_like(x) for x in tensors), None
-        gradient = readable(gradients[0])
+        to_out, to_normaliser = gradients
+        gradient = torch.zeros_like(out) if to_out is None else readable(to_out)
         with on_device(query.device):
-            pre_gradients, to_value = _backward(call, gradient, out, normaliser, states)
+            pre_gradients, to_value = _backward(call, gradient, to_normaliser, out, normaliser, states)
         needed = ctx.needs_input_grad[3:7]
         to_query, *query_learned = _through_projection(query, call.fused[0], pre_gradients[0], needed[:2])
         to_key, *key_learned = _through_projection(key, call.fused[1], pre_gradients[1], needed[2:])
@@ -309,11 +332,17 @@ def _through_projection(
 
 
 def _backward(
-    call: KernelizedCall, gradient: Tensor, out: Tensor, normaliser: Tensor, states: Tensor | None
+    call: KernelizedCall,
+    gradient: Tensor,
+    to_normaliser: Tensor | None,
+    out: Tensor,
+    normaliser: Tensor,
+    states: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the gradients of the numbers before the activations, of queries and of keys, and that of the value.
 
-    states: the sums over the keys (bidirectional).
+    They come from the gradients of the output and (None: zero) of the normalisers. states: the sums over the keys
+    (bidirectional).
     """
     assert call.fused is not None
     query, key, value = call.query, call.key, call.value
@@ -325,6 +354,8 @@ def _backward(
         kernels.normalised, (batch * heads, triton.cdiv(length, 64)), rows(gradient), rows(out), normaliser, *factors,
         heads, length, DENOMINATOR_EPS, min(power_of_two(value_size), 64), 64, warps=4,
     )  # fmt: skip
+    if to_normaliser is not None:
+        factors[1].add_(to_normaliser)
     before = []
     for x, fused in zip((query, key), call.fused, strict=True):
         dtype, width = x.dtype if fused.weight is None else torch.float32, fused.width(x.shape[3])

@@ -7,6 +7,7 @@ import os
 from torch import Tensor
 
 from ..calls import BackendCall, KernelizedCall, WindowedCall
+from ..check import FAILURES, Kernels, checked_reason
 from ..common import State
 from ..kernel_inputs import unsupported_inputs
 from . import MAX_FEATURES, MAX_HEAD_DIM, padded_features
@@ -55,12 +56,24 @@ class TritonBackend:
             return "gradients through a log scale are not fused"
         if not installed():
             return "Triton is not installed (pip install triton)"
-        from .check import checked_reason
-
-        return None if call.query.device.type == "cpu" else checked_reason(call)  # the interpreter is not checked
+        return None if call.query.device.type == "cpu" else checked_reason(_kernels(), call)  # not if interpreted
 
     def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         from . import attention
 
         assert isinstance(call, KernelizedCall)
         return attention.run(call)
+
+    def totals(self, call: KernelizedCall) -> tuple[Tensor, State | None]:
+        """Compute a supported causal call before normalisation (see `triton.attention.totals`)."""
+        from . import attention
+
+        return attention.totals(call)
+
+
+def _kernels() -> Kernels:
+    import triton
+
+    from . import attention
+
+    return Kernels("triton", attention.run, (*FAILURES, triton.TritonError))

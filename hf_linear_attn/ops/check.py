@@ -1,4 +1,4 @@
-"""The check of the Triton kernels before first use: a small case by the kernels and by torch in float64."""
+"""The check of GPU kernels before first use: a small case by the kernels and by torch in float64."""
 
 import logging
 import subprocess
@@ -6,30 +6,41 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from .. import kernelized
-from ..calls import KernelizedCall
-from ..common import State
-from ..formulas import FusedMap
-from . import attention
+from . import kernelized
+from .calls import KernelizedCall, WindowedCall
+from .common import State, compute_dtype
+from .formulas import FusedMap
+from .windowed import windowed
 
 logger = logging.getLogger(__name__)
 
 #: Largest relative error. Half precision: that of rounding the result, and of gradients that nearly cancel.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
+#: The same of a window's gradients: which of two nearly equal logits is the largest one is not sharp (`ops.flex`).
+WINDOW_GRADIENT_TOLERANCE = 5e-2
+
 #: Numbers of tokens of a sequence and of its continuations: every block length is compiled, and the sequence is split.
 PIECES = (601, 21, 1)
 
 #: Exceptions of a compiler, of its launcher, or of a device without the needed instructions or memory.
-_FAILURES = (
-    *(triton.TritonError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, ImportError),
+FAILURES = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, ImportError),
     subprocess.SubprocessError,
 )
 
-Run = Callable[[KernelizedCall], tuple[Tensor, State | None]]
+CheckedCall = KernelizedCall | WindowedCall
+Run = Callable[[Any], tuple[Tensor, State | None]]
+
+
+class Kernels(NamedTuple):
+    """The kernels of a backend: its name, the function that runs a call, and what it raises where they fail."""
+
+    name: str
+    run: Run
+    failures: tuple[type[Exception], ...] = FAILURES
 
 
 class Case(NamedTuple):
@@ -42,29 +53,31 @@ class Case(NamedTuple):
     value_dim: int
     causal: bool
     learning: bool
+    window: int = 0
+    sinks: int = 0
 
 
-_reasons: dict[Case, str | None] = {}
+_reasons: dict[tuple[str, Case], str | None] = {}
 
 
-def checked_reason(call: KernelizedCall) -> str | None:
+def checked_reason(kernels: Kernels, call: CheckedCall) -> str | None:
     """Return why the kernels cannot be used for such calls on this device, or None if a small case came out right.
 
     The check of a case runs at its first call.
     """
     case = case_of(call)
-    if case not in _reasons:
+    if (kernels.name, case) not in _reasons:
         if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured, and these kernels were not checked before"
         assert call.fused is not None
-        _reasons[case] = reason = compare(case, call.fused)
+        _reasons[kernels.name, case] = reason = compare(kernels, case, call.fused)
         if reason is not None:
             name = f"{call.fused[0].activation} features of {case.dtype} inputs"
-            logger.warning("No Triton kernels for %s: %s. Attention runs in torch operations.", name, reason)
-    return _reasons[case]
+            logger.warning("No %s kernels for %s: %s. Attention runs in torch operations.", kernels.name, name, reason)
+    return _reasons[kernels.name, case]
 
 
-def case_of(call: KernelizedCall) -> Case:
+def case_of(call: CheckedCall) -> Case:
     """Return the case of a call: activations, sizes, dtypes, device, direction, and whether gradients are needed."""
     assert call.fused is not None
     query = call.query
@@ -72,24 +85,27 @@ def case_of(call: KernelizedCall) -> Case:
         (fused.activation, *((x.shape[-1], x.dtype) if x is not None else None for x in (fused.weight, fused.bias)))
         for fused in call.fused
     )
-    return Case(maps, query.dtype, query.device, query.shape[3], call.value.shape[3], call.causal, call.needs_grad())
+    case = Case(maps, query.dtype, query.device, query.shape[3], call.value.shape[3], call.causal, call.needs_grad())
+    return case._replace(window=call.window, sinks=call.sinks) if isinstance(call, WindowedCall) else case
 
 
-def compare(case: Case, fused: tuple[FusedMap, FusedMap]) -> str | None:
+def compare(kernels: Kernels, case: Case, fused: tuple[FusedMap, FusedMap]) -> str | None:
     """Run the case; return the first failure or difference as a text, or None."""
     try:
         with torch.enable_grad() if case.learning else torch.no_grad():
             actual, expected = (
-                results(case, fused, attention.run, double=False),
+                results(case, fused, kernels.run, double=False),
                 results(case, fused, _torch, double=True),
             )
             errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
         raise
-    except _FAILURES as failure:
+    except kernels.failures as failure:
         return f"the kernels fail on this device ({type(failure).__name__}: {str(failure).strip()[:200]})"
     for name, error in errors.items():
-        if not error <= TOLERANCE[case.dtype]:  # NaN is a difference too
+        loose = case.window and "gradient" in name
+        limit = max(TOLERANCE[case.dtype], WINDOW_GRADIENT_TOLERANCE if loose else 0.0)
+        if not error <= limit:  # NaN is a difference too
             return f"on this device they differ from torch in {name} by {error:.1e}"
     return None
 
@@ -126,16 +142,21 @@ def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: b
         )  # fmt: skip
         features = maps[0].num_features(case.head_dim)
         query, key, value = (tensor[:, :, now] for tensor in leaves)
-        out, state = run(
-            KernelizedCall(
-                query, key, value, part[0].features, part[1].features, (part[0], part[1]), features, case.causal,
-                mask=mask[:, now], state=state, return_state=case.causal and not case.learning,
-            )
+        call: CheckedCall = KernelizedCall(
+            query, key, value, part[0].features, part[1].features, (part[0], part[1]), features, case.causal,
+            mask=mask[:, now], state=state, return_state=case.causal and not case.learning,
         )  # fmt: skip
+        if case.window:
+            sizes: dict[str, Any] = {"window": case.window, "sinks": case.sinks, "scaling": case.head_dim**-0.5}
+            log_mix = torch.zeros(query.shape[1], device=case.device, dtype=compute_dtype(query))
+            call = WindowedCall(**vars(call), **sizes, log_mix=log_mix)
+        out, state = run(call)
         outputs.append(out)
         start += length
-    named = {"the output": torch.cat(outputs, dim=2), **(state or {})}
-    if case.learning:
+    named = {"the output": torch.cat(outputs, dim=2)}
+    if not case.learning:
+        named |= state or {}
+    else:
         out = named["the output"]
         weight = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
         gradients = torch.autograd.grad(out, leaves, weight)
@@ -144,7 +165,9 @@ def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: b
     return named
 
 
-def _torch(call: KernelizedCall) -> tuple[Tensor, State | None]:
+def _torch(call: CheckedCall) -> tuple[Tensor, State | None]:
+    if isinstance(call, WindowedCall):
+        return windowed(call)
     return kernelized.causal(call) if call.causal else (kernelized.bidirectional(call), None)
 
 

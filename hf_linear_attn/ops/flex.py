@@ -1,0 +1,233 @@
+"""Windowed attention on GPUs: FlexAttention for the exact weights, kernelized attention for the others.
+
+    N_i = Σ_near exp(τ q_i·k_j - c_i) = exp(lse_i - c_i)             c_i: the largest exact logit
+    F_i = exp(g_i) Σ_far φ(q_i)·φ(k_j)
+    o_i = (N_i near_i + F_i far_i) / (N_i + F_i)
+
+FlexAttention (Dong et al. 2024, arXiv:2412.05496) computes near_i, lse_i and c_i, with a block mask of windows and
+sinks. Causal attention to keys that are delayed by the window computes F_i and far_i, in encoders once more from the
+end: by Triton kernels where these support the map.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernelized
+from .calls import BackendCall, KernelizedCall, WindowedCall
+from .check import Kernels, checked_reason
+from .common import KVState, State, compute_dtype, group_heads, mask_tokens, weighted_mean, with_ones
+from .kernel_inputs import unsupported_inputs
+from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
+from .triton.backend import TritonBackend, installed
+from .windowed import FLOOR, gather_tokens, make_ring, pad_tokens
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask  # imports torch.compile, which takes seconds
+
+#: The type of device that it is used on.
+DEVICE = "cuda"
+
+#: Least size of a head that FlexAttention's kernels support, and rows and columns of a block of its masks.
+MIN_HEAD_DIM, BLOCK = 16, 128
+
+#: Up to so many queries have explicit weights: a few products take less time than making a block mask.
+FEW_QUERIES = 16
+
+#: FlexAttention has no gradient for c. That of the log-sum-exp of the logits within `TIE·ε (1 + |c|)` of it is used.
+TIE = 128
+
+
+class FlexBackend:
+    """Windows in fused kernels, forward and backward; a step of decoding is a few products and one kernel.
+
+    Kernels are compiled for every window, dtype and size of heads, and checked before their first use.
+    """
+
+    name = "flex"
+
+    def unsupported_reason(self, call: BackendCall) -> str | None:
+        if not isinstance(call, WindowedCall):
+            return "it supports only windows"
+        reason = unsupported_inputs(call, DEVICE)
+        if reason is not None:
+            return reason
+        if call.fused is None or call.fused[1].scaled:
+            return "the feature map has no fused form without a log scale"
+        if call.store or not call.query.shape[2]:
+            return "a store of keys is not fused" if call.store else "there are no tokens"
+        if min(call.query.shape[3], call.value.shape[3]) < MIN_HEAD_DIM:
+            return f"heads of fewer than {MIN_HEAD_DIM} numbers are not supported"
+        if not installed():
+            return "Triton is not installed (pip install triton)"
+        return checked_reason(Kernels(self.name, run), call)
+
+    def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
+        assert isinstance(call, WindowedCall)
+        return run(call)
+
+
+class _Keys(NamedTuple):
+    """Keys and values `[B, G, S, ·]`, and for each key `4·position + 2·(exact for all later rows) + (exact in windows)`
+    `[B, S]` int32, so that a mask reads one number. Tokens stand at column `position + shift`, sinks `[B | 1, s]`."""
+
+    key: Tensor
+    value: Tensor
+    code: Tensor
+    shift: int
+    sinks: Tensor
+
+
+def run(call: WindowedCall) -> tuple[Tensor, State | None]:
+    """Compute a call with at least one token: the output `[B, H, L, e]`, and the state after it (causal)."""
+    length, window, query = call.query.shape[2], call.window, call.query
+    sinks, first = first_tokens(call) if call.causal else (end_tokens(call), {})
+    if not call.causal:
+        total, _ = _whole(call, query.new_empty(1, 0, dtype=torch.long) if sinks is None else sinks.position)
+        return attend_from_sinks(weighted_mean(total).to(call.value.dtype), call, sinks), None
+    inputs, index, start = call, None, length - window
+    if call.mask is None and call.state is None and length > window:  # the usual case, without copies
+        valid = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
+        total, far = _whole(call, torch.arange(min(call.sinks, length), device=query.device)[None])
+    else:
+        inputs, valid, index = gather_tokens(call, call.log_mixing_weights())
+        start = length
+        total, far = _continued(inputs, valid, sinks)
+    out = weighted_mean(total).to(call.value.dtype)
+    if index is not None:
+        out = mask_tokens(take_tokens(out, index), call.mask)
+    return out, {**(far or {}), **make_ring(inputs, valid, start), **first} if call.return_state else None
+
+
+def _whole(call: WindowedCall, sinks: Tensor) -> tuple[Tensor, State | None]:
+    """Return `Σ_j w_ij [v_j, 1]` of a sequence whose windows count positions, and the state of the far keys."""
+    window, mask, (batch, _, length, _) = call.window, call.mask, call.query.shape
+    query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
+    position = torch.arange(length, device=query.device)
+    valid = torch.ones(batch, length, dtype=torch.bool, device=query.device) if mask is None else mask.expand(batch, -1)
+    is_sink = torch.zeros_like(valid).scatter(1, sinks.expand(batch, -1), True) & valid
+    total = _near(call, query, _Keys(key, value, (4 * position + 2 * is_sink + valid).int(), 0, sinks))
+    if length <= window:
+        return total, None
+    is_far, late, old = valid & ~is_sink, slice(window, None), slice(0, length - window)
+    far, after = _far(call, query[:, :, late], key[:, :, old], value[:, :, old], is_far[:, old])
+    far = pad_tokens(far, window, 0)
+    if not call.causal:
+        rest = query[:, :, old].flip(2), key[:, :, late].flip(2), value[:, :, late].flip(2)
+        ahead, _ = _far(call, *rest, is_far[:, late].flip(1))
+        far = far + pad_tokens(ahead.flip(2), 0, window)
+    return total + call.log_mixing_weights().to(far.dtype).exp().unsqueeze(-1) * far, after
+
+
+def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[Tensor, State | None]:
+    """Return the same for what `gather_tokens` returns: `window` older tokens come first, and sinks by themselves."""
+    length, window = call.query.shape[2], call.window
+    key, value = mask_tokens(call.key, valid), mask_tokens(call.value, valid)
+    position = torch.arange(-window, length, device=valid.device)
+    is_far, code = valid, 4 * position + valid
+    keys = _Keys(key, value, code.int(), window, position.new_empty(1, 0))
+    if sinks is not None:
+        is_far = valid & (position > sinks.position[:, -1:])
+        code = torch.cat([4 * sinks.position + 2, code], dim=1).int()
+        all_keys, values = (
+            torch.cat([sinks.key.to(key.dtype), key], 2),
+            torch.cat([sinks.value.to(value.dtype), value], 2),
+        )
+        columns = torch.arange(call.sinks, device=code.device)[None]
+        keys = _Keys(all_keys, values, code, window + call.sinks, columns)
+    far, after = _far(call, call.query, key[:, :, :length], value[:, :, :length], is_far[:, :length])
+    mix = call.log_mixing_weights().to(far.dtype).exp().unsqueeze(-1)
+    return _near(call, call.query, keys) + mix * far, after
+
+
+def _far(call: WindowedCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, State | None]:
+    """Return `Σ_{j <= i} φ(q_i)·φ(k_j) [v_j, 1]` `[B, H, n, e + 1]`, and the state after it."""
+    maps = call.query_features, call.key_features, call.fused, call.num_features
+    state = None if call.state is None else KVState.from_state(call.state).state()
+    own = KernelizedCall(query, key, value, *maps, True, mask=mask, state=state, return_state=call.return_state)
+    backend = TritonBackend()
+    if backend.unsupported_reason(own) is None:
+        return backend.totals(own)
+    return kernelized.causal(own, normalise=False)
+
+
+def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> Tensor:
+    """Return `Σ_j exp(τ q_i·k_j - c_i) [v_j, 1]` over the exact keys of each row, `[B, H, L, e + 1]`."""
+    length, count, device = query.shape[2], keys.key.shape[2], query.device
+    visible, inputs = _visible(keys.code, call.window, call.causal), (query, keys.key, keys.value)
+    if length <= FEW_QUERIES:
+        batch, rows, columns = (torch.arange(size, device=device) for size in (query.shape[0], length, count))
+        allowed = visible(batch[:, None, None], rows, rows[:, None], columns)[:, None, None]
+        grouped = group_heads(query.to(compute_dtype(query)) * call.scaling, keys.key.shape[1])
+        logits = grouped @ keys.key.to(grouped.dtype).unsqueeze(2).transpose(-1, -2)
+        logits = logits.masked_fill(~allowed, float("-inf"))
+        weights = (logits - logits.amax(dim=-1, keepdim=True).clamp_min(FLOOR)).exp()
+        return (weights @ with_ones(keys.value.to(grouped.dtype)).unsqueeze(2)).flatten(1, 2)
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    mask = _block_mask(call, length, keys, visible)
+    configuration = call.window, call.causal, query.dtype, *(x.shape[1::2] for x in inputs), learning, count <= BLOCK
+    out, aux = _compiled(call.scaling, configuration)(*inputs, mask, None)
+    blind = aux.lse < FLOOR  # rows without a key: the gradient of -inf would be NaN
+    mass, top = aux.lse.masked_fill(blind, 0.0), aux.max_scores.detach().masked_fill(blind, 0.0)
+    if learning:
+        threshold = top - TIE * torch.finfo(top.dtype).eps * (1 + top.abs())
+        largest = _compiled(call.scaling, (*configuration, "largest"))(*inputs, mask, threshold)[1].lse
+        top = top + (largest - largest.detach()).masked_fill(blind, 0.0)
+    mass = (mass - top).exp().masked_fill(blind, 0.0).unsqueeze(-1)
+    return torch.cat([out * mass, mass], dim=-1)
+
+
+def _visible(code: Tensor, window: int, causal: bool) -> Callable[..., Tensor]:
+    """Return the function of FlexAttention that says which columns a row sees."""
+    least = 0 if causal else 1 - window
+
+    def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        of_key = code[batch, column]
+        distance, always = row - (of_key >> 2), (of_key & 2) != 0
+        outside = always & (distance >= 0) if causal else always
+        return torch.where((distance >= least) & (distance < window), (of_key & 1) != 0, outside)
+
+    return visible
+
+
+def _block_mask(call: WindowedCall, length: int, keys: _Keys, visible: Callable[..., Tensor]) -> BlockMask:
+    """Return the blocks that hold windows or sinks: computed for blocks, never for pairs of tokens."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count, device, ahead = keys.key.shape[2], keys.key.device, 0 if call.causal else call.window - 1
+    row = torch.arange(0, length, BLOCK, device=device)[:, None] + keys.shift
+    column = torch.arange(0, count, BLOCK, device=device)
+    some = (column <= row + BLOCK - 1 + ahead) & (column + BLOCK - 1 >= row - call.window + 1)
+    sinks = (keys.sinks // BLOCK).unsqueeze(1).expand(-1, len(row), -1)
+    some = some.expand(sinks.shape[0], -1, -1).scatter(2, sinks, True).unsqueeze(1)
+    order = some.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
+    sizes: dict[str, Any] = {"BLOCK_SIZE": BLOCK, "seq_lengths": (length, count)}
+    return BlockMask.from_kv_blocks(some.sum(dim=-1).int(), order, mask_mod=visible, **sizes)
+
+
+@functools.cache
+def _compiled(scale: float, configuration: object) -> Callable[..., Any]:
+    """Return compiled FlexAttention, a function of its own for each configuration.
+
+    A function is compiled only a few times for other sizes; then torch would run it without a kernel, in O(L²) memory.
+    """
+    attend = FunctionType(_attend.__code__.replace(), globals(), "attend", (scale,))
+    return torch.compile(attend, dynamic=True, fullgraph=True)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, threshold: Tensor | None, scale: float) -> Any:
+    """Call FlexAttention, with the logits at or above a threshold `[B, H, L]` only."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def select(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        assert threshold is not None
+        return torch.where(score >= threshold[batch, head, row], score, float("-inf"))
+
+    modify, aux = None if threshold is None else select, AuxRequest(lse=True, max_scores=threshold is None)
+    return flex_attention(q, k, v, modify, mask, scale, q.shape[1] != k.shape[1], return_aux=aux)
