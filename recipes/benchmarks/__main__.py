@@ -30,6 +30,7 @@ BENCHMARKS = {
     "decoding": "decoding:decoding",
     "fidelity": "conversion:fidelity",
     "glue": "conversion:glue",
+    "gpu": "gpu:gpu",
     "lm": "conversion:lm",
     "memory": "attention:memory",
     "models": "models:models",

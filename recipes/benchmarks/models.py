@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from hf_linear_attn.utils.timing import sample_interleaved
 
 from . import workloads
 from .runner import Cell, Cells, Rows
-from .workloads import BASELINE, FEW, ratio, spread
+from .workloads import BASELINE, FEW, Call, ratio, spread
 
 TOKENS = (7,)
 
@@ -228,14 +229,21 @@ def transfer_cost(
                 yield Cell(facts, partial(_transfer_cost, model, name, length, seconds), {"seconds": seconds})
 
 
-def _transfer_cost(model: Any, name: str, length: int, seconds: float) -> Rows:
+@contextmanager
+def transfer_step(model: Any, name: str, length: int) -> Iterator[tuple[Call, Call]]:
+    """Yield a forward pass of the exact model on one row of tokens, and a step of attention transfer."""
     torch.manual_seed(0)
-    batch = {"input_ids": torch.randint(1000, 20000, (1, length))}
+    batch = {"input_ids": torch.randint(1000, 20000, (1, length)).to(model.device)}
     sized = timing_options(ATTENTIONS.get(name), {}, None, length)
     objective = AttentionTransferLoss(patch_model(shared_copy(model), name, **sized))
     forward = torch.no_grad()(lambda: model.base_model(**batch))
     with objective.training():
-        calls: dict[str, Callable[[], object]] = {"forward": forward, "step": partial(objective, batch, 1)}
+        yield forward, partial(objective, batch, 1)
+
+
+def _transfer_cost(model: Any, name: str, length: int, seconds: float) -> Rows:
+    with transfer_step(model, name, length) as (forward, step):
+        calls: dict[str, Call] = {"forward": forward, "step": step}
         samples = sample_interleaved(calls, seconds=seconds)
     times = {kind: spread(values) for kind, values in samples.items()}
     return [{**times, "forward_passes": ratio(samples["step"], samples["forward"])}]

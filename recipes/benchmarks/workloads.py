@@ -159,7 +159,7 @@ def on_backend(call: Call, backend: str) -> Call:
 
 
 @contextmanager
-def _recorded_backends() -> Iterator[list[str]]:
+def recorded_backends() -> Iterator[list[str]]:
     """Names of the backends that computed calls meanwhile."""
     seen: list[str] = []
     original = backends.select_backend
@@ -178,7 +178,7 @@ def _recorded_backends() -> Iterator[list[str]]:
 
 def backends_of(call: Call, chosen: Sequence[str] | None = None) -> list[str]:
     """Return the names of the backends that support a call; an empty one where the mechanism has one form only."""
-    with _recorded_backends() as seen:
+    with recorded_backends() as seen:
         call()
     supported = []
     for name in (chosen or backends.list_backends()) if seen else ():
@@ -230,9 +230,17 @@ def smollm2(longest: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=longest))
 
 
+def llama_1b(longest: int) -> Any:
+    """The shape of Llama-3.2-1B."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=longest))
+
+
 SHAPES: Mapping[str, Callable[[int], Any]] = {
     "BERT-base": bert_base,
     "GPT-2 small": gpt2_small,
+    "Llama-3.2-1B": llama_1b,
     "SmolLM2-135M": smollm2,
     "all-MiniLM-L6-v2": minilm,
 }

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_linear_attn.ops.native.backend import unavailable_reason
-from recipes.benchmarks import attention, profile, workloads
+from recipes.benchmarks import attention, gpu, profile, workloads
 from recipes.benchmarks.workloads import Inputs
 from tests.cases import every_mechanism
 from tests.comparing import relative_error
@@ -94,6 +94,45 @@ def test_a_step_of_attention_transfer(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = [("encoder", "hedgehog"), ("encoder", "linformer"), ("decoder", "hedgehog")]
     assert [(row["model"], row["attention"]) for row in rows] == expected
     assert all(row["forward_passes"]["rounds"] >= 3 for row in rows)
+
+
+@pytest.mark.usefixtures("tiny_shapes")
+def test_all_about_a_gpu_in_small_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "randint", lambda low, high, size: torch.ones(size, dtype=torch.long))
+    monkeypatch.setattr(gpu, "TESTED_TOKENS", 90)
+    names, few = ("window", "elu"), {"lengths": (16, 24), "contexts": (16,), "tokens": 24, "seconds": 0.001}
+    options = {**SMALL, **few, "mechanisms": names, "dtypes": ("float32",), "model": "decoder", "device": "cpu"}
+    rows = rows_of("gpu", tmp_path / "out", **options)
+    parts = {part: [row for row in rows if row["part"] == part] for part in ("kernels", "conversion", "attention")}
+    assert not [row for row in rows if "failure" in row]
+    assert {(row["attention"], row["direction"]) for row in parts["kernels"]} == {
+        (name, direction) for name in names for direction in ("causal", "bidirectional")
+    }
+    for row in parts["kernels"]:
+        assert row["backends"] in ("native", "torch")
+        errors = [row[key] for key in row if key.endswith("_error")]
+        assert len(errors) == 2 + (row["direction"] == "causal")
+        assert all(error < 1e-4 for error in errors)
+    assert [row["attention"] for row in parts["conversion"]] == ["window"]
+    copied = next(row["bytes_per_second"] for row in rows if row["part"] == "memory")
+    for row in parts["attention"]:
+        moved = {"forward": 4, "forward+backward": 11}[row["pass"]] * 2 * row["length"] * 8 * 4
+        assert row["share_of_limit"] == pytest.approx(moved / copied / row["seconds"]["median"])
+    assert {row["attention"] for row in rows if row["part"] == "decoding"} == {"sdpa", *names}
+
+
+def test_a_part_that_fails_or_comes_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(gpu, "_compare", broken)
+    monkeypatch.setattr(gpu, "_conversion", lambda *_: iter(()))
+    monkeypatch.setattr(gpu, "attention", lambda *_, **__: iter(()))
+    monkeypatch.setattr(gpu, "decoding", lambda *_, **__: iter(()))
+    options: dict[str, Any] = {**SMALL, "mechanisms": ("elu",), "seconds": 0.001, "device": "cpu"}
+    rows = rows_of("gpu", tmp_path / "out", **options)
+    assert [row.get("failure") for row in rows] == [None, *["RuntimeError: an illegal memory access"] * 4]
+    assert [row["part"] for row in rows_of("gpu", tmp_path / "late", **options, minutes=-1.0)] == ["memory"]
 
 
 @pytest.mark.slow
