@@ -16,7 +16,7 @@ from ..mechanisms.base import AttentionInputs
 from ..ops.common import State
 from .cache import LinearStateLayer, refuse_static_cache, self_attention_cache, state_layer
 from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
-from .discovery import Direction, declared_direction
+from .discovery import Direction, config_value, declared_direction
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask
 from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_numbers, documents_of, run_packed
@@ -24,7 +24,9 @@ from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_num
 logger = logging.getLogger(__name__)
 
 #: Arguments of the interface that change the weights, or bring keys from elsewhere, in ways unknown to the mechanisms.
-UNSUPPORTED = ("position_bias", "softcap", "s_aux", "cu_seqlens", "block_indices", "indices", "block_table", "cache")
+UNSUPPORTED = frozenset(
+    ("position_bias", "softcap", "s_aux", "cu_seqlens", "block_indices", "indices", "block_table", "cache")
+)
 
 
 def linear_attention_forward(
@@ -80,7 +82,7 @@ def _check_direction(call: InterfaceCall, declared: Direction) -> None:
 
 
 def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
-    mechanism: Any = getattr(call.module, SUBMODULE, None)
+    mechanism: Any = call.module._modules.get(SUBMODULE)
     if mechanism is None or call.context.runs_exactly:
         return run_exact(call, mechanism)
     _check_call(call, mechanism)
@@ -217,8 +219,8 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
 
 
 def _check_call(call: InterfaceCall, mechanism: Any) -> None:
-    for name in UNSUPPORTED:
-        if call.kwargs.get(name) is not None:
+    for name in UNSUPPORTED & call.kwargs.keys():
+        if call.kwargs[name] is not None:
             raise NotImplementedError(
                 f"{call.label} passes {name!r} to its attention, which linear attention cannot apply. Give the "
                 "layer 'softmax'."
@@ -245,7 +247,7 @@ def _check_call(call: InterfaceCall, mechanism: Any) -> None:
 
 def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Put our state into the cache in use: forward pre-hook of every self-attention module of a patched model."""
-    implementation: Any = module.config._attn_implementation  # type: ignore[union-attr]
+    implementation = config_value(module, "_attn_implementation_internal")
     if implementation != IMPLEMENTATION:
         raise ValueError(
             f"The attention implementation of this patched model was changed to {implementation!r}, which would bring "
@@ -258,7 +260,7 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if cache is None or index is None:
         return
     context = layer_context(module)
-    if getattr(module, SUBMODULE, None) is None or (context is not None and context.runs_exactly):
+    if SUBMODULE not in module._modules or (context is not None and context.runs_exactly):
         refuse_static_cache(cache, index)
     else:
         packed = kwargs.get(BOUNDARIES) is not None or forward_context.packed_run() is not None

@@ -144,14 +144,15 @@ def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:
     """
     if OWN_HEADS in mechanism.__dict__:
         return _own_heads(mechanism)
-    if torch.compiler.is_compiling():
+    modules = (mechanism, *mechanism._modules.values())
+    hooked = [module for module in modules if module is not None and ACCELERATE_HOOK in module.__dict__]
+    if not hooked or torch.compiler.is_compiling():
         return nullcontext()
     with ExitStack() as stack:
-        for module in (mechanism, *mechanism._modules.values()):
-            if module is not None and ACCELERATE_HOOK in module.__dict__:
-                hook: Any = getattr(module, ACCELERATE_HOOK)
-                hook.pre_forward(module)
-                stack.callback(hook.post_forward, module, None)
+        for module in hooked:
+            hook: Any = getattr(module, ACCELERATE_HOOK)
+            hook.pre_forward(module)
+            stack.callback(hook.post_forward, module, None)
         return stack.pop_all()
 
 

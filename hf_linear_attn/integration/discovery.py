@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -71,8 +72,8 @@ class Direction(NamedTuple):
 def declared_direction(module: nn.Module) -> Direction:
     """Return what a module and its config say of its direction now: the one place that reads them."""
     flag = getattr(module, "is_causal", ...)
-    flag = _config_value(module, "is_decoder", False) if flag is ... else flag
-    return Direction(bool(flag), _config_value(module, "is_causal", True) is not False)
+    flag = config_value(module, "is_decoder", False) if flag is ... else flag
+    return Direction(bool(flag), config_value(module, "is_causal", True) is not False)
 
 
 def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
@@ -150,8 +151,18 @@ def longest_input(model: PreTrainedModel) -> int | None:
     return None
 
 
-def _config_value(module: nn.Module, name: str, default: object = None) -> object:
+def config_value(module: nn.Module, name: str, default: object = None) -> object:
+    """Return a field of a module's config: that of its layer where the layers differ."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    # At every access a config of Transformers looks for other names, and for values of each layer, which takes
+    # microseconds. Every layer comes here for every token: where the config has neither, its fields are read directly.
+    if config is not None and not torch.compiler.is_compiling():
+        kind, fields = type(config), object.__getattribute__(config, "__dict__")
+        if fields.get("_heterogeneity_spec") is None and name not in getattr(kind, "attribute_map", ()):
+            if name in fields:
+                return fields[name]
+            if not hasattr(kind, name) and not hasattr(kind, "__getattr__"):
+                return default
     if getattr(config, "is_heterogeneous", False) and isinstance(index, int):
         config = config.per_layer_config[index]  # type: ignore[union-attr]
     return getattr(config, name, default)
@@ -159,7 +170,7 @@ def _config_value(module: nn.Module, name: str, default: object = None) -> objec
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     """Return the first of these attributes that is a size: those of the module before those of its config."""
-    for read in (getattr, _config_value):
+    for read in (getattr, config_value):
         for name in names:
             value = read(module, name, None)
             if isinstance(value, int) and value > 0:
@@ -168,11 +179,11 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def _span(module: nn.Module) -> str:
-    types, index = _config_value(module, "layer_types"), getattr(module, "layer_idx", None)
+    types, index = config_value(module, "layer_types"), getattr(module, "layer_idx", None)
     if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
         return "full" if types[index] == "full_attention" else f"layer type {types[index]!r}"
-    window = getattr(module, "sliding_window", _config_value(module, "sliding_window"))
-    if isinstance(window, int) and window > 0 and _config_value(module, "use_sliding_window", True):
+    window = getattr(module, "sliding_window", config_value(module, "sliding_window"))
+    if isinstance(window, int) and window > 0 and config_value(module, "use_sliding_window", True):
         return f"sliding window of {window}"
     return "full"
 
@@ -182,7 +193,7 @@ def _obstacle(module: nn.Module) -> str:
     cls = type(module)
     if getattr(module, "has_relative_attention_bias", False):
         return source_guards.POSITION_BIAS
-    soft_cap = getattr(module, "attn_logit_softcapping", None) or _config_value(module, "attn_logit_softcapping")
+    soft_cap = getattr(module, "attn_logit_softcapping", None) or config_value(module, "attn_logit_softcapping")
     if reason := source_guards.obstacle(cls):
         return reason
     if soft_cap and source_guards.caps_logits(cls):

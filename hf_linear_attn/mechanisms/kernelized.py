@@ -12,6 +12,7 @@ from ..ops import backends, parallel
 from ..ops import kernelized as ops
 from ..ops.calls import KernelizedCall
 from ..ops.common import State, compute_dtype
+from ..ops.prepared import prepare, run_prepared
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry
 from .base import AttentionInputs, LinearAttention
 
@@ -35,6 +36,8 @@ class KernelizedAttention(LinearAttention):
         self.distribution = built.distribution and not built.signed
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        if (step := run_prepared(self, inputs)) is not None:
+            return step
         self.begin_forward(inputs)
         maps, counts = self._maps(inputs)
         size, signed = self.feature_map.num_features, self.feature_map.signed
@@ -44,7 +47,10 @@ class KernelizedAttention(LinearAttention):
                 return ops.attend_to_state(call, parallel.total_state(call, inputs.ranks)), None
             call = call.replace(state=parallel.state_before(call, inputs.ranks))
         out, state_after = backends.attend(call)
-        return out, state_after if counts is None or state_after is None else {**state_after, "count": counts}
+        if counts is not None and state_after is not None:  # positions change from token to token
+            return out, {**state_after, "count": counts}
+        prepare(self, inputs, state_after)
+        return out, state_after
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         dtype = compute_dtype(inputs.query)

@@ -11,6 +11,7 @@ from ..ops import backends, parallel
 from ..ops import windowed as ops
 from ..ops.calls import Mix, WindowedCall
 from ..ops.common import State, block_length, compute_dtype, mask_tokens, token_blocks
+from ..ops.prepared import prepare, run_prepared
 from ..ops.sinks import end_positions, sink_pairs
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention
@@ -174,6 +175,8 @@ class WindowAttention(HybridAttention):
         self.mix_weight = constant_parameter(shape.num_heads, shape.head_dim)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        if (step := run_prepared(self, inputs)) is not None:
+            return step
         self.begin_forward(inputs)
         self._check_store(inputs.causal)
         if inputs.ranks is None and self._is_within_window(inputs):
@@ -191,6 +194,7 @@ class WindowAttention(HybridAttention):
             call = self._whole_call(inputs, self.log_mix)
             inputs = replace(inputs, state=parallel.window_before(call, inputs.ranks))
         out, state_after = backends.attend(self._whole_call(inputs, self._mix_of_call(inputs)))
+        prepare(self, inputs, state_after)
         return out, state_after if inputs.return_state else None
 
     def _whole_call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:

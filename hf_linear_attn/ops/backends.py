@@ -108,6 +108,11 @@ def get_backend() -> str:
     return _selected
 
 
+def selection() -> tuple[str, dict[str, Backend]]:
+    """Return all that `select_backend` depends on beside the call."""
+    return _selected, _BACKENDS
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Use one backend inside a `with` statement; see `set_backend`."""

@@ -40,10 +40,26 @@ class InPlaceState(dict[str, Tensor]):
 
     Decoding then touches half as much memory. Any other state that a call receives stays as it is. Copies and pickles
     are ordinary dictionaries.
+
+    Attributes:
+        memory: The memory of entries that move on or grow in it: each is a part of the tensor of its name.
+        launch: What a kernel has just run with, for whoever prepares the next step.
+        prepared: The next step (see `ops.prepared`).
     """
 
+    def __init__(self, entries: State) -> None:
+        super().__init__(entries)
+        self.memory: State = {}
+        self.launch: Any = None
+        self.prepared: Any = None
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return dict, ({name: tensor.clone() if name in self.memory else tensor for name, tensor in self.items()},)
+
+
+def room_for(tokens: int) -> int:
+    """Return for how many tokens to allocate memory, so that copying it when it is full costs little a token."""
+    return tokens + max(tokens // 8, 16)
 
 
 class Features(NamedTuple):

@@ -139,10 +139,14 @@ def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
     """Compute a call whose feature maps have formulas, with gradients where they are needed."""
     assert call.fused is not None
     tensors, numbers = binding.map_arguments(call.fused)
-    return _forward(call, {"query": call.query, "key": call.key, "value": call.value, **tensors}, numbers)
+    return _forward(call, {"query": call.query, "key": call.key, "value": call.value}, numbers, tensors)
 
 
-def _forward(call: KernelizedCall | GatedCall, inputs: Tensors, numbers: Numbers) -> tuple[Tensor, State | None]:
+def _forward(
+    call: KernelizedCall | GatedCall, inputs: Tensors, numbers: Numbers, learned: Tensors | None = None
+) -> tuple[Tensor, State | None]:
+    learned = learned or {}
+    inputs |= learned
     if call.mask is not None:
         inputs["mask"] = call.mask
     kernel = "causal" if call.causal else "bidirectional"
@@ -165,5 +169,10 @@ def _forward(call: KernelizedCall | GatedCall, inputs: Tensors, numbers: Numbers
             if "key_scales" in inputs or (call.fused is not None and call.fused[1].scaled):
                 after["log_scale"] = empty(batch, groups)
             outputs |= {NEXT[_STATE[name]]: tensor for name, tensor in after.items()}
-    binding.run(kernel, inputs, outputs, numbers)
-    return outputs["out"], after or None
+    filled = binding.run(kernel, inputs, outputs, numbers)
+    if filled is None or not isinstance(call.state, InPlaceState) or not call.return_state:
+        return outputs["out"], after or None
+    call.state.update(after)
+    if call.query.shape[2] == 1 and call.fused is not None:
+        call.state.launch = binding.Launch(kernel, filled, learned)
+    return outputs["out"], call.state

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,14 +63,15 @@ _TENSOR_FIELDS = (
     *("mask", "state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser", "top"),
     *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
     *("ring_key", "ring_value", "ring_mask", "next_ring_key", "next_ring_value", "next_ring_mask"),
-    *("store_key", "store_value", "store_error"),
+    *("store_key", "store_value", "store_error", "places"),
 )
-_LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "store")
+_LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "store", "ring_room")
 _SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided")
 
 
 class Arguments(ctypes.Structure):
-    """`hla::Call` of kernelized.h; `tensors` are those whose memory it refers to."""
+    """`hla::Call` of kernelized.h; `tensors` are those whose memory it refers to: inputs by name, as they are read, and
+    outputs."""
 
     _fields_ = [
         *((name, Strided) for name in _STRIDED),
@@ -81,10 +82,10 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in _SIZES),
         *((name, ctypes.c_float) for name in ("scaling", "mix_bound", "saturation")),
     ]
-    tensors: list[Any]
+    tensors: tuple[Tensors, list[Tensor]]
 
 
-_SETTINGS = frozenset(("offset", "sinks", "window", "two_sided", "scaling", "mix_bound", "saturation"))
+_SETTINGS = frozenset(("offset", "sinks", "window", "two_sided", "scaling", "mix_bound", "saturation", "ring_room"))
 _HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_TENSOR_FIELDS)
 #: What a state before a token becomes after it: an output of the former name is both, in one memory.
 NEXT = {
@@ -133,8 +134,8 @@ def _first_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: list[Any]) -> Map:
-    """Return the map of queries or keys; the tensors that it refers to are appended to `used`."""
+def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: Tensors) -> Map:
+    """Return the map of queries or keys; the tensors that it refers to are added to `used`."""
     activation, *factors = [numbers.get(name, 1.0) for name in _MAP_NUMBERS[of]]
     weight, bias, cosine, sine = map(inputs.get, _MAP_TENSORS[of])
     size, scales, transposed = inputs["query"].shape[3], inputs.get(f"{of}_scales"), None
@@ -146,7 +147,8 @@ def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: list[
         cosine, sine = cosine.float().contiguous(), sine.float().contiguous()
     scales = None if scales is None else scales.contiguous()
     tensors = weight, transposed, bias, cosine, sine, scales
-    used.append(tensors)
+    names = *_MAP_TENSORS[of][:1], f"{of}_transposed", *_MAP_TENSORS[of][1:], f"{of}_scales"
+    used.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
     return Map(
         *[None if tensor is None else tensor.data_ptr() for tensor in tensors],
         *[_first_stride(tensor) for tensor in tensors[:4]],
@@ -156,9 +158,9 @@ def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: list[
     )
 
 
-def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> None:
+def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Arguments:
     backward = kernel.endswith("backward")
-    used: list[Any] = []  # whatever the arguments refer to
+    used: Tensors = {}  # what the arguments refer to
     query_map = key_map = _map("query", inputs, numbers, backward, used)
     if "key_activation" in numbers:
         key_map = _map("key", inputs, numbers, backward, used)
@@ -185,15 +187,15 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> No
         setattr(filled, name, numbers[name])
     for name, tensor in inputs.items():
         if name in _HAS_STRIDES:
-            tensor = tensor.expand(batch, heads, length) if name == "mix" else readable(tensor)
+            tensor = used[name] = tensor.float() if name == "mix" else readable(tensor)
+            tensor = tensor.expand(batch, heads, length) if name == "mix" else tensor
             setattr(filled, name, Strided(tensor.data_ptr(), *tensor.stride()[:3]))
-            used.append(tensor)
         elif name in _HAS_ADDRESS:
             tensor = pad_columns(tensor) if name == "mix_weight" else tensor.contiguous()
             setattr(filled, name, tensor.data_ptr())
             if name == "mask":
                 filled.mask_batch = _first_stride(tensor)
-            used.append(tensor)
+            used[name] = tensor
     parts: Tensors = {}
     for name, tensor in outputs.items():
         if name in _PARAMETER_GRADIENTS:  # of every head of every row of the batch, in whole vectors; added up below
@@ -207,10 +209,11 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> No
             setattr(filled, name, tensor.data_ptr())
             if name in NEXT:
                 setattr(filled, NEXT[name], tensor.data_ptr())
-    filled.tensors = [used, *outputs.values(), *parts.values()]
+    filled.tensors = used, [*outputs.values(), *parts.values()]
     launch(kernel, filled)
     for name, part in parts.items():
         outputs[name].copy_(parameter_gradient(part[..., : outputs[name].shape[-1]], outputs[name]))
+    return filled
 
 
 def launch(name: str, filled: Arguments) -> None:
@@ -219,17 +222,35 @@ def launch(name: str, filled: Arguments) -> None:
     Raises:
         MemoryError: The kernel could not allocate its buffers.
     """
-    if getattr(library(), f"hla_{name}")(ctypes.byref(filled)):
-        raise MemoryError(
-            f"The native kernel {name!r} could not allocate memory. Free some, or use set_backend('torch')."
-        )
+    if kernel(name)(ctypes.byref(filled)):
+        raise out_of_memory(name)
+
+
+def kernel(name: str) -> Any:
+    """Return the function of a kernel, from the address of its arguments to 0, or to 1 if memory ran out."""
+    return getattr(library(), f"hla_{name}")
+
+
+def out_of_memory(name: str) -> MemoryError:
+    """Return the error of a kernel that could not allocate its buffers."""
+    return MemoryError(f"The native kernel {name!r} could not allocate memory. Free some, or use set_backend('torch').")
+
+
+class Launch(NamedTuple):
+    """What a kernel has run with, and the tensors of feature maps and mixing weights as the call had them."""
+
+    kernel: str
+    filled: Arguments
+    learned: Tensors
 
 
 # --------------------------------------------------------------------------------------------------------- The operator
 
 
-def run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> None:
+def run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Arguments | None:
     """Run a kernel, which writes to the outputs; inside of a graph of torch.compile as `hf_linear_attn::run`.
+
+    Returns the arguments that the kernel ran with; None inside of a graph.
 
     Args:
         kernel: The name of the kernel.
@@ -239,11 +260,11 @@ def run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Non
         numbers: Integers are passed as they are, or as whole numbers.
     """
     if not torch.compiler.is_compiling():
-        _run(kernel, inputs, outputs, numbers)
-        return
+        return _run(kernel, inputs, outputs, numbers)
     names = " ".join((*inputs, *outputs, *numbers))
     values = [float(number) for number in numbers.values()]
     torch.ops.hf_linear_attn.run(kernel, names, [*inputs.values()], [*outputs.values()], values)
+    return None
 
 
 def _run_operator(kernel: str, names: str, inputs: list[Tensor], outputs: list[Tensor], numbers: list[float]) -> None:

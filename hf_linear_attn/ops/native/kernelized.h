@@ -39,9 +39,11 @@ struct Call {
   uint8_t* next_ring_mask;
   void *store_key, *store_value;                                                       // [B, G, n, d | e]
   float* store_error;                                                                  // [B, G, n], -1: empty
+  const int64_t* places;                                                               // [G], see below
   Map query_map, key_map;
   int64_t mask_batch, batch, heads, groups, length, keys;
   int64_t offset, sinks, store;                                                        // the key that row 0 is; s; n
+  int64_t ring_room;                                                                   // see below
   int32_t size, value_size, dtype, threads;                                            // d, e, ...
   int32_t window, two_sided;                                                           // w; whether also distances > -w
   float scaling, mix_bound, saturation;                                                // tau, ..., N
@@ -51,7 +53,9 @@ struct Call {
   // Sinks are exact for every row: those at `sink_position`, counted in rows. Two-sided: the first s tokens and the last s,
   // whose own rows are exact, too. One token: the first ones of each row, contiguous; the new one is added to them while
   // there are fewer. Its state and ring may lie where the next ones do.
-  // A store is read and written.
+  // A store is read and written. A ring has `ring_room` tokens of memory, so that the next one can begin a token further.
+  // Key-value head g of a step reads and writes the `places[g]`-th one of query, key, value and out. Exact heads have their
+  // keys and values in the memory of a ring of `ring_room` tokens, and `keys` of them with the new one.
 
   int x_row() const { return padded(size); }
   int e_row() const { return padded(value_size); }
@@ -59,6 +63,13 @@ struct Call {
   long repeats() const { return heads / groups; }
   long num_features() const { return (long)key_map.parts * key_map.width; }
   const uint8_t* mask_of(long b) const { return mask ? mask + b * mask_batch : nullptr; }
+
+  // Tensors of one token in which key-value head g, or `repeats` query heads of it, lies at its place.
+  template <typename T>
+  Strided placed(Strided tensor, long g, long repeats) const {
+    if (places) tensor.data = static_cast<T*>(tensor.data) + (places[g] - g) * repeats * tensor.head;
+    return tensor;
+  }
 };
 
 // What turns numbers relative to one log scale into numbers relative to a higher one.
@@ -137,11 +148,16 @@ static void sum_keys(const Call& c, long b, long g, long from, long to, FeatureB
 }
 
 template <typename T>
-static void divide_rows(const Call& c, long b, long h, long start, int count, float* numerator, const float* denominator) {
+static void divide_rows(const Call& c, const Strided& out, long b, long h, long start, int count, float* numerator,
+                        const float* denominator) {
   const int row = c.e_row();
   for (int t = 0; t < count; ++t)
     scale_all(numerator + (size_t)t * row, row, 1.0f / (denominator[t] > FLOOR ? denominator[t] : FLOOR));
-  write_rows<T>(c.out, b, h, start, count, c.value_size, numerator, row);
+  write_rows<T>(out, b, h, start, count, c.value_size, numerator, row);
+}
+template <typename T>
+static void divide_rows(const Call& c, long b, long h, long start, int count, float* numerator, const float* denominator) {
+  divide_rows<T>(c, c.out, b, h, start, count, numerator, denominator);
 }
 
 // Numerators and normalisers of rows from the keys of the state.

@@ -80,7 +80,7 @@ constexpr long STEP_HEADS = 8;
 template <typename T>
 static int causal_step(const Call& c) {
   const int e = c.value_size, m_row = c.m_row();
-  const long repeats = c.repeats(), heads_per_task = std::max<long>(1, std::min(STEP_HEADS, BLOCK / repeats));
+  const long repeats = c.repeats(), heads_per_task = c.places ? 1 : std::max<long>(1, std::min(STEP_HEADS, BLOCK / repeats));
   const long parts = (c.groups + heads_per_task - 1) / heads_per_task;
   return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
     FeatureBlock keys(c.key_map, workspace, (int)heads_per_task);
@@ -90,12 +90,13 @@ static int causal_step(const Call& c) {
 #pragma omp for schedule(static)
     for (long task = 0; task < c.batch * parts; ++task) {
       const long b = task / parts, first = task % parts * heads_per_task, last = std::min(first + heads_per_task, c.groups);
-      keys.read_heads<T>(c.key, b, first, (int)(last - first), c.mask_of(b));
-      queries.read_heads<T>(c.query, b, first * repeats, (int)((last - first) * repeats), nullptr);
+      keys.read_heads<T>(c.placed<T>(c.key, first, 1), b, first, (int)(last - first), c.mask_of(b));
+      queries.read_heads<T>(c.placed<T>(c.query, first, repeats), b, first * repeats, (int)((last - first) * repeats), nullptr);
       for (long g = first; g < last; ++g) {
         const long stream = b * c.groups + g;
         float *phi_k = keys.features + (g - first) * m_row, decay = 1.0f;
-        read_rows<T>(c.value, b, g, 0, 1, e, c.mask_of(b), value, e);
+        const Strided out_rows = c.placed<T>(c.out, g, repeats);
+        read_rows<T>(c.placed<T>(c.value, g, 1), b, g, 0, 1, e, c.mask_of(b), value, e);
         if (keys.map->scaled()) {
           const float previous = c.state_scale[stream], own = keys.scale[g - first], top = own > previous ? own : previous;
           decay = rescale_factor(previous, top);
@@ -105,7 +106,7 @@ static int causal_step(const Call& c) {
         for (long r = 0; r < repeats; ++r) {
           const float* phi_q = queries.features + ((g - first) * repeats + r) * m_row;
           const float normaliser = step_row(c, stream, decay, phi_k, phi_q, value, r == 0, out);
-          divide_rows<T>(c, b, g * repeats + r, 0, 1, out, &normaliser);
+          divide_rows<T>(c, out_rows, b, g * repeats + r, 0, 1, out, &normaliser);
         }
       }
     }
@@ -130,10 +131,10 @@ static void read_ring(T* ring, int w, int size, const uint8_t* valid, float* to,
   read_rows<T>(rows, 0, 0, w - 1, 1, size, nullptr, to + (size_t)(w - 1) * row, row);
 }
 
-// The ring without its oldest token and with a new one, in the same memory or elsewhere.
+// The ring without its oldest token and with a new one: a token further in the same memory, or elsewhere.
 template <typename T>
 static void advance_ring(const T* ring, int w, int size, const T* token, T* next) {
-  memmove(next, ring + size, (size_t)(w - 1) * size * sizeof(T));
+  if (next != ring + size) memmove(next, ring + size, (size_t)(w - 1) * size * sizeof(T));
   memcpy(next + (size_t)(w - 1) * size, token, size * sizeof(T));
 }
 
@@ -182,6 +183,12 @@ static float mixing_weight(const Call& c, long b, long h, const float* x, int x_
   return std::exp(base + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
 }
 
+// The key or the value of the token of key-value head g.
+template <typename T>
+static const T* token_of(const Call& c, const Strided& tensor, long b, long g) {
+  return static_cast<const T*>(c.placed<T>(tensor, g, 1).data) + b * tensor.batch + g * tensor.head;
+}
+
 template <typename T>
 static int windowed_step(const Call& c) {
   const int x_row = c.x_row(), e = c.value_size, e_row = c.e_row(), w = c.window, n = (int)c.store;
@@ -197,13 +204,14 @@ static int windowed_step(const Call& c) {
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
       const uint8_t *valid = c.ring_mask + b * w, *next_valid = valid + 1;  // of the new ring, but for its last token
-      const T* ring_key = static_cast<const T*>(c.ring_key) + stream * c.window * c.size;
-      const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.window * e;
-      T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.window * c.size;
-      T* new_value = static_cast<T*>(c.next_ring_value) + stream * c.window * e;
+      const T* ring_key = static_cast<const T*>(c.ring_key) + stream * c.ring_room * c.size;
+      const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.ring_room * e;
+      T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.ring_room * c.size;
+      T* new_value = static_cast<T*>(c.next_ring_value) + stream * c.ring_room * e;
+      const Strided query_rows = c.placed<T>(c.query, g, c.repeats()), out_rows = c.placed<T>(c.out, g, c.repeats());
       if (c.mask && !*c.mask_of(b)) {
         const std::vector<float> zeros(e_row);
-        for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) write_rows<T>(c.out, b, h, 0, 1, e, zeros.data(), e_row);
+        for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) write_rows<T>(out_rows, b, h, 0, 1, e, zeros.data(), e_row);
         memmove(new_key, ring_key, (size_t)w * c.size * sizeof(T));
         memmove(new_value, ring_value, (size_t)w * e * sizeof(T));
         const long numbers = c.num_features();
@@ -219,8 +227,8 @@ static int windowed_step(const Call& c) {
       const std::vector<T> oldest_key(ring_key, ring_key + (n ? c.size : 0)), oldest_value(ring_value, ring_value + (n ? e : 0));
       keys.read<T>(key_rows, 0, g, 0, 1, &is_far);
       read_rows<T>(value_rows, 0, 0, 0, 1, e, &is_far, value, e_row);
-      const T* token_key = static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head;
-      const T* token_value = static_cast<const T*>(c.value.data) + b * c.value.batch + g * c.value.head;
+      const T* token_key = token_of<T>(c, c.key, b, g);
+      const T* token_value = token_of<T>(c, c.value, b, g);
       advance_ring<T>(ring_key, w, c.size, token_key, new_key);
       advance_ring<T>(ring_value, w, e, token_value, new_value);
       if (c.sinks) {
@@ -241,7 +249,7 @@ static int windowed_step(const Call& c) {
       }
 
       for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) {
-        queries.read<T>(c.query, b, h, 0, 1, nullptr);
+        queries.read<T>(query_rows, b, h, 0, 1, nullptr);
         scale_all(queries.features, queries.row, mixing_weight(c, b, h, queries.x, x_row));
         float normaliser = step_row(c, stream, 1.0f, keys.features, queries.features, value, h == g * c.repeats(), out);
         const float* errors = c.store_error + stream * n;
@@ -278,7 +286,7 @@ static int windowed_step(const Call& c) {
             normaliser -= estimate;
           }
         if (n) multiply(1, e_row, n, stored_weights, n, 1, stored_value, e_row, out, e_row, true);
-        divide_rows<T>(c, b, h, 0, 1, out, &normaliser);
+        divide_rows<T>(c, out_rows, b, h, 0, 1, out, &normaliser);
       }
     }
     // The masks and counts may be overwritten in place: only after all heads of a row of the batch have read them.
@@ -289,6 +297,69 @@ static int windowed_step(const Call& c) {
       if (real) c.next_ring_mask[b * w + w - 1] = 1;
       c.next_count[b] = c.count[b] + real;
     }
+  });
+}
+
+// One token of exact attention, whose key and value are appended to those of the tokens before it. `ring_mask`
+// [B, ring_room], where there is one, says which of these are tokens; `mask` says so of the new one.
+template <typename T>
+static int exact_step(const Call& c) {
+  const int d = c.size, e = c.value_size, x_row = c.x_row(), e_row = c.e_row(), repeats = (int)c.repeats();
+  const long n = c.keys, row = (n + LANES - 1) / LANES * LANES;
+  const bool in_place = std::is_same<T, float>::value && d == x_row && e == e_row;
+  return run_parallel<float>(c.threads, [&](Workspace& workspace) {
+    float *x = workspace.take((size_t)repeats * x_row), *out = workspace.take((size_t)repeats * e_row);
+    float *weights = workspace.take((size_t)repeats * row), *block = workspace.take((size_t)BLOCK * std::max(x_row, e_row));
+    float *totals = workspace.take(repeats);
+    if (!workspace.ready()) return;
+#pragma omp for schedule(static)
+    for (long stream = 0; stream < c.batch * c.groups; ++stream) {
+      const long b = stream / c.groups, g = stream % c.groups;
+      T* keys = static_cast<T*>(c.next_ring_key) + stream * c.ring_room * d;
+      T* values = static_cast<T*>(c.next_ring_value) + stream * c.ring_room * e;
+      // Padding may hold anything, NaN too.
+      const bool real = !c.mask || *c.mask_of(b);
+      const Strided key_rows{keys, 0, 0, d}, value_rows{values, 0, 0, e};
+      memset(keys + (n - 1) * d, 0, d * sizeof(T));
+      memset(values + (n - 1) * e, 0, e * sizeof(T));
+      if (real) memcpy(keys + (n - 1) * d, token_of<T>(c, c.key, b, g), d * sizeof(T));
+      if (real) memcpy(values + (n - 1) * e, token_of<T>(c, c.value, b, g), e * sizeof(T));
+      const uint8_t* valid = c.next_ring_mask ? c.next_ring_mask + b * c.ring_room : nullptr;
+      for (int r = 0; r < repeats; ++r)
+        read_rows<T>(c.placed<T>(c.query, g, repeats), b, g * repeats + r, 0, 1, d, c.mask_of(b), x + r * x_row, x_row);
+      for (long start = 0; start < n; start += BLOCK) {
+        const int count = (int)std::min<long>(n - start, BLOCK);
+        const float* near = reinterpret_cast<const float*>(keys + start * d);
+        if (!in_place) read_rows<T>(key_rows, 0, 0, start, count, d, nullptr, block, x_row), near = block;
+        for (int t = 0; t < count; ++t)
+          for (int r = 0; r < repeats; ++r) {
+            const bool seen = !valid || (start + t == n - 1 ? real : valid[start + t] != 0);
+            weights[r * row + start + t] = seen ? dot(x + r * x_row, near + (size_t)t * x_row, x_row) * c.scaling : -INFINITY;
+          }
+      }
+      for (int r = 0; r < repeats; ++r) {
+        float *own = weights + r * row, top = -INFINITY;
+        for (long j = 0; j < n; ++j) top = own[j] > top || own[j] != own[j] ? own[j] : top;
+        Vec total{};
+        for (long j = 0; j < n; j += LANES) {
+          const Vec weight = first_lanes(exp_of(load(own + j) - (top == -INFINITY ? 0.0f : top)), (int)std::min<long>(n - j, LANES));
+          store(own + j, weight);
+          total += weight;
+        }
+        totals[r] = sum_of(total);
+      }
+      memset(out, 0, (size_t)repeats * e_row * sizeof(float));
+      for (long start = 0; start < n; start += BLOCK) {
+        const int count = (int)std::min<long>(n - start, BLOCK);
+        const float* near = reinterpret_cast<const float*>(values + start * e);
+        if (!in_place) read_rows<T>(value_rows, 0, 0, start, count, e, nullptr, block, e_row), near = block;
+        multiply(repeats, e_row, count, weights + start, row, 1, near, e_row, out, e_row, true);
+      }
+      for (int r = 0; r < repeats; ++r)
+        divide_rows<T>(c, c.placed<T>(c.out, g, repeats), b, g * repeats + r, 0, 1, out + r * e_row, totals + r);
+    }
+#pragma omp single
+    for (long b = 0; c.next_ring_mask && b < c.batch; ++b) c.next_ring_mask[b * c.ring_room + n - 1] = !c.mask || *c.mask_of(b);
   });
 }
 

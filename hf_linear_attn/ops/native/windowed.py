@@ -24,12 +24,13 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     learned, numbers = binding.map_arguments(call.fused)
     numbers |= {"window": call.window, "two_sided": not call.causal, "scaling": call.scaling}
     mix = call.log_mix if isinstance(call.log_mix, Mix) else None
-    log_mix = (call.log_mixing_weights() if mix is None else mix.base).float()
+    log_mix = call.log_mixing_weights() if mix is None else mix.base
     if mix is not None:
         learned["mix_weight"], numbers["mix_bound"] = mix.weight, mix.bound
     if call.state is not None and is_kernel_step(call, call.state):
         numbers["saturation"] = 0 if mix is None or mix.saturation is None else mix.saturation
         return _step(call, call.state, {**learned, "mix": log_mix}, numbers)
+    log_mix = log_mix.float()
     if mix is not None and mix.saturation is not None:
         log_mix = call.log_mixing_weights().float()
         del learned["mix_weight"]
@@ -95,8 +96,9 @@ def is_kernel_step(call: WindowedCall, state: State) -> bool:
     )
 
 
-def _step(call: WindowedCall, state: State, inputs: Tensors, numbers: Numbers) -> tuple[Tensor, State]:
-    inputs |= {"query": call.query, "key": call.key, "value": call.value}
+def _step(call: WindowedCall, state: State, learned: Tensors, numbers: Numbers) -> tuple[Tensor, State]:
+    numbers["ring_room"] = call.window
+    inputs = {**learned, "query": call.query, "key": call.key, "value": call.value}
     if call.mask is not None:
         inputs["mask"] = call.mask
     outputs = {"out": output(inputs)}
@@ -114,5 +116,9 @@ def _step(call: WindowedCall, state: State, inputs: Tensors, numbers: Numbers) -
         name: state[name].contiguous() if after is before else state[name].clone(memory_format=whole)
         for name in written
     }
-    binding.run("windowed_step", inputs, {**outputs, **tokens}, numbers)
-    return outputs["out"], {**after, **tokens}
+    filled = binding.run("windowed_step", inputs, {**outputs, **tokens}, numbers)
+    if filled is None or not isinstance(state, InPlaceState):
+        return outputs["out"], {**after, **tokens}
+    state.update(after, **tokens)
+    state.launch = binding.Launch("windowed_step", filled, learned)
+    return outputs["out"], state

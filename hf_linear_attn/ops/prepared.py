@@ -1,0 +1,211 @@
+"""Decoding steps that are prepared once: from one token to the next, a few addresses in a kernel's arguments change.
+
+A mechanism whose step the native kernels have computed in the memory of its state calls `prepare`, which leaves the
+filled arguments with the state. At the next token `run_prepared` launches them again if nothing else has changed: the
+state (it is another one when it was reordered, moved, converted or put back), sizes, dtype and device of the token, the
+mechanism's attributes and options, and where its parameters are. Their numbers may change at any time: kernels read
+them where they are, or copies that are made anew for each token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from . import backends
+from .calls import AttentionInputs
+from .common import ACCELERATE_HOOK, InPlaceState, State, room_for
+from .native import binding
+
+#: The parts of a state that move through memory with each token.
+RING = ("ring_key", "ring_value")
+
+
+def run_prepared(mechanism: nn.Module, inputs: AttentionInputs) -> tuple[Tensor, State] | None:
+    """Return the output of a step and the state after it, if the state has a step that is prepared for this call."""
+    state = inputs.state
+    if torch.compiler.is_compiling() or not isinstance(state, InPlaceState) or state.prepared is None:
+        return None
+    if not state.prepared.matches(mechanism, inputs):
+        state.prepared = None
+        return None
+    return state.prepared.run(inputs), state
+
+
+def prepare(mechanism: nn.Module, inputs: AttentionInputs, after: State | None) -> None:
+    """Prepare the next step where a kernel has computed this one in the memory of its state `after`."""
+    if torch.compiler.is_compiling() or not isinstance(after, InPlaceState) or after.launch is None:
+        return
+    launch, after.launch = after.launch, None
+    if is_ordinary_call() and (weights := _Weights.of(mechanism, launch.learned)) is not None:
+        after.prepared = PreparedStep(mechanism, weights, inputs, [KernelStep(launch, after)])
+
+
+def is_ordinary_call() -> bool:
+    """Return whether nothing but the kernel is to happen: no gradient, no transformation of functions."""
+    transformed = torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    return not (transformed or torch.is_grad_enabled())
+
+
+class _Weights(NamedTuple):
+    """The tensors that a kernel reads, as the entries of modules that they were, and all that these modules have.
+
+    The memory stays alive, so that an equal address is the same memory.
+    """
+
+    entries: list[tuple[dict[str, Tensor], str, int, int, torch.dtype]]
+    attributes: list[tuple[Mapping[str, Any], tuple[Any, ...]]]
+    memory: list[Tensor]
+
+    @staticmethod
+    def of(mechanism: nn.Module, learned: Mapping[str, Tensor]) -> _Weights | None:
+        """Return them; None where a kernel reads other tensors, or accelerate moves them from call to call."""
+        modules = list(mechanism.modules())
+        if any(ACCELERATE_HOOK in module.__dict__ for module in modules):
+            return None
+        owned: dict[int, tuple[dict[str, Any], str]] = {}
+        for module in modules:
+            for entries in (module._parameters, module._buffers):
+                owned |= {x.data_ptr(): (entries, name) for name, x in entries.items() if type(x) in _PLAIN}  # type: ignore[union-attr]
+        addresses = {tensor.data_ptr() for tensor in learned.values()}
+        if not addresses <= owned.keys():
+            return None
+        places = [owned[address] for address in addresses]
+        tensors = [entries[name] for entries, name in places]
+        found = [
+            (*place, tensor.data_ptr(), tensor.nbytes, tensor.dtype)
+            for place, tensor in zip(places, tensors, strict=True)
+        ]
+        holders: list[Mapping[str, Any]] = [part for module in modules for part in (module.__dict__, module._modules)]
+        attributes = [(holder, tuple(holder.values())) for holder in holders]
+        return _Weights(found, attributes, [tensor.detach() for tensor in tensors])
+
+    def unchanged(self) -> bool:
+        for entries, name, address, size, dtype in self.entries:
+            now = entries.get(name)
+            if now is None or now.data_ptr() != address or now.nbytes != size or now.dtype is not dtype:
+                return False
+        for holder, before in self.attributes:
+            if len(holder) != len(before) or not all(map(is_, holder.values(), before)):
+                return False
+        return True
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class KernelStep:
+    """The arguments of one kernel, filled but for the token and the output.
+
+    Args:
+        launch: The call that the kernel has run.
+        state: The state after it, in whose memory it was.
+    """
+
+    def __init__(self, launch: binding.Launch, state: InPlaceState) -> None:
+        filled = self.filled = launch.filled
+        used, outputs = filled.tensors
+        token = ("query", "key", "value", "mask")
+        self.memory = [tensor for name, tensor in used.items() if name not in token], outputs[1:]
+        del filled.tensors  # with the token and its output
+        self.function, self.reference = binding.kernel(launch.kernel), ctypes.byref(filled)
+        self.kernel, self.fields = launch.kernel, (filled.query, filled.key, filled.value, filled.out)
+        self.is_large = filled.threads > 1
+        #: Copies of parameters that the kernel cannot read where they are.
+        self.copies = [
+            (used[name][..., : tensor.shape[-1]], tensor.detach())
+            for name, tensor in launch.learned.items()
+            if used[name].data_ptr() != tensor.data_ptr()
+        ]
+        self.rings: list[tuple[str, Tensor, int]] = []
+        self.start = 0
+        if filled.window:
+            self.room = room_for(filled.window)
+            for name in RING:
+                ring = state[name]
+                memory = ring.new_empty(*ring.shape[:2], self.room, ring.shape[3])
+                memory[:, :, : filled.window] = ring
+                state.memory[name] = memory
+                self.rings.append((name, memory, ring.shape[3] * ring.itemsize))
+            filled.ring_room = self.room
+
+    def run(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], mask: Tensor | None, state: InPlaceState) -> None:
+        """Run the kernel on a query, key and value, into an output, and move the ring of the state on by a token."""
+        filled = self.filled
+        for field, tensor in zip(self.fields, tensors, strict=True):
+            field.data = tensor.data_ptr()
+            field.batch, field.head, _, _ = tensor.stride()
+        filled.mask, filled.mask_batch = (None, 0) if mask is None else (mask.data_ptr(), _row_stride(mask))
+        filled.threads = torch.get_num_threads() if self.is_large else 1
+        for copy, tensor in self.copies:
+            copy.copy_(tensor)
+        if not self.rings:
+            self.launch()
+            return
+        start, window = self.start, filled.window
+        after = start + 1 if start + window < self.room else 0
+        for name, memory, size in self.rings:
+            address = memory.data_ptr()
+            setattr(filled, name, address + start * size)
+            setattr(filled, f"next_{name}", address + after * size)
+        self.launch()
+        self.start = after
+        for name, memory, _ in self.rings:
+            state[name] = memory.narrow(2, after, window)
+
+    def launch(self) -> None:
+        if self.function(self.reference):
+            raise binding.out_of_memory(self.kernel)
+
+
+def _row_stride(mask: Tensor) -> int:
+    return mask.stride(0) if mask.shape[0] > 1 else 0
+
+
+class PreparedStep:
+    """The kernels of a decoding step, ready for the next token, and what makes them stale."""
+
+    def __init__(
+        self, mechanism: nn.Module, weights: _Weights, inputs: AttentionInputs, kernels: list[KernelStep]
+    ) -> None:
+        self.mechanism, self.weights, self.kernels = mechanism, weights, kernels
+        self.backends, self.scaling, self.dtype = backends.selection(), inputs.scaling, inputs.query.dtype
+        self.shapes = tuple(tensor.shape for tensor in inputs.tensors)
+        batch, heads, _, _ = inputs.query.shape
+        self.sizes = batch, heads, 1, inputs.value.shape[3]
+
+    def takes(self, query: Tensor) -> bool:
+        """Return whether the state is one for such queries: of as many rows, in their precision, on their device."""
+        return query.shape == self.shapes[0] and query.dtype is self.dtype and query.is_cpu
+
+    def matches(self, mechanism: nn.Module, inputs: AttentionInputs) -> bool:
+        """Return whether this step computes a call of the mechanism, and its kernels stay inside of all memory."""
+        if mechanism is not self.mechanism or inputs.scaling != self.scaling or not is_ordinary_call():
+            return False
+        if not (inputs.causal and inputs.return_state and inputs.ranks is None and inputs.start is None):
+            return False
+        for tensor, shape in zip(inputs.tensors, self.shapes, strict=True):
+            if type(tensor) is not Tensor or tensor.shape != shape or tensor.dtype is not self.dtype:
+                return False
+            if not tensor.is_cpu or tensor.stride(3) != 1 or tensor.is_neg():
+                return False
+        if inputs.mask is not None and not self._fits(inputs.mask):
+            return False
+        return backends.selection() == self.backends and self.weights.unchanged()
+
+    def _fits(self, mask: Tensor) -> bool:
+        is_plain = type(mask) is Tensor and mask.is_cpu and mask.dtype is torch.bool
+        return is_plain and mask.dim() == 2 and mask.shape[1] == 1 and mask.shape[0] in (1, self.sizes[0])
+
+    def run(self, inputs: AttentionInputs) -> Tensor:
+        """Advance the state of a call that matches, and return the output."""
+        out = binding.empty(*self.sizes, dtype=self.dtype)
+        for kernel in self.kernels:
+            kernel.run((*inputs.tensors, out), inputs.mask, inputs.state)  # type: ignore[arg-type]
+        return out
