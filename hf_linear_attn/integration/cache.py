@@ -218,8 +218,9 @@ class LinearStateLayer(CacheLayerMixin):
             self._map_batch(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def nbytes(self) -> int:
-        """Return the bytes that the state takes now."""
-        return sum(tensor.nbytes for tensor in (self.state or {}).values())
+        """Return the bytes that the state takes now, with the memory that it has for more tokens."""
+        memory = self.state.memory if isinstance(self.state, InPlaceState) else {}
+        return sum(memory.get(name, tensor).nbytes for name, tensor in (self.state or {}).items())
 
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
         def mapped(state: State | None) -> State | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..feature_maps.base import AttentionShape
 from ..ops.common import State, mask_tokens
+from ..ops.prepared import prepare_with_exact, run_prepared
 from ..registry import AttentionEntry
 from .base import AttentionInputs, LinearAttention
 from .softmax import softmax_attention, softmax_weights
@@ -65,11 +66,17 @@ class HeadMixture(LinearAttention):
             setattr(self, name, getattr(mechanism, name))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        if (step := run_prepared(self, inputs)) is not None:
+            return step
         self.begin_forward(inputs)
         linear_inputs, exact_inputs = self._split_inputs(inputs)
         linear, other_after = self.mechanism(linear_inputs)
         exact, own_after = self._exact(exact_inputs)
-        return self._join(linear, exact), {**other_after, **own_after} if inputs.return_state else None
+        if not inputs.return_state:
+            return self._join(linear, exact), None
+        others = [head for head in range(self.shape.num_key_value_heads) if head not in self.exact_heads]
+        after = prepare_with_exact(self, inputs, other_after, own_after, (others, list(self.exact_heads)))
+        return self._join(linear, exact), after
 
     def _exact(self, inputs: AttentionInputs) -> tuple[Tensor, State]:
         """Compute the exact heads; return their output and the state after the new tokens."""
@@ -82,7 +89,8 @@ class HeadMixture(LinearAttention):
             if mask is not None or before is not None:
                 before = torch.ones_like(state["exact_key"][:, 0, :, 0], dtype=torch.bool) if before is None else before
                 mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
-                mask = torch.cat([before, mask], dim=1)
+                # Either may be one for all rows.
+                mask = torch.cat([part.expand(len(key), -1) for part in (before, mask)], dim=1)
             # The model may have changed its precision since.
             key = torch.cat([state["exact_key"].to(key.dtype), key], dim=2)
             value = torch.cat([state["exact_value"].to(value.dtype), value], dim=2)

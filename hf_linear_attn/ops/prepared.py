@@ -47,6 +47,29 @@ def prepare(mechanism: nn.Module, inputs: AttentionInputs, after: State | None) 
         after.prepared = PreparedStep(mechanism, weights, inputs, [KernelStep(launch, after)])
 
 
+def prepare_with_exact(
+    mechanism: nn.Module, inputs: AttentionInputs, linear: State, exact: State, heads: tuple[list[int], list[int]]
+) -> State:
+    """Join the states of linear and exact heads after a step, and prepare the next one where that of the former is.
+
+    Args:
+        mechanism: The mechanism of all heads.
+        inputs: The call, of all heads.
+        linear: The state of the linear heads.
+        exact: `exact_key [B, g, n, d]`, `exact_value [B, g, n, e]`, and `exact_mask [B, n]` where there is padding.
+        heads: The linear and the exact key-value heads.
+    """
+    step = linear.prepared if isinstance(linear, InPlaceState) else None
+    if step is None or not (kernel := step.kernels[0]).place(heads[0]):
+        return {**linear, **exact}
+    after = InPlaceState({**linear, **exact})
+    after.memory = linear.memory  # type: ignore[attr-defined]
+    own = [(holder, tuple(holder.values())) for holder in (mechanism.__dict__, mechanism._modules)]
+    weights = step.weights._replace(attributes=[*own, *step.weights.attributes])
+    after.prepared = PreparedStep(mechanism, weights, inputs, [kernel, ExactStep(inputs, after, heads[1])])
+    return after
+
+
 def is_ordinary_call() -> bool:
     """Return whether nothing but the kernel is to happen: no gradient, no transformation of functions."""
     transformed = torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
@@ -135,13 +158,21 @@ class KernelStep:
                 self.rings.append((name, memory, ring.shape[3] * ring.itemsize))
             filled.ring_room = self.room
 
-    def run(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], mask: Tensor | None, state: InPlaceState) -> None:
+    def place(self, heads: list[int]) -> bool:
+        """Let the kernel read and write these key-value heads among all; return whether it can."""
+        filled = self.filled
+        if self.kernel == "causal":  # the form for one token, where it applies
+            if filled.value_size % binding.lanes() or filled.heads // filled.groups > STEP_REPEATS:
+                return False
+            self.kernel, self.function = "causal_step", binding.kernel("causal_step")
+        self.places = torch.tensor(heads, dtype=torch.int64, device="cpu")
+        filled.places = self.places.data_ptr()
+        return True
+
+    def run(self, tensors: Token, mask: Tensor | None, state: InPlaceState) -> None:
         """Run the kernel on a query, key and value, into an output, and move the ring of the state on by a token."""
         filled = self.filled
-        for field, tensor in zip(self.fields, tensors, strict=True):
-            field.data = tensor.data_ptr()
-            field.batch, field.head, _, _ = tensor.stride()
-        filled.mask, filled.mask_batch = (None, 0) if mask is None else (mask.data_ptr(), _row_stride(mask))
+        _set_token(filled, self.fields, tensors, mask)
         filled.threads = torch.get_num_threads() if self.is_large else 1
         for copy, tensor in self.copies:
             copy.copy_(tensor)
@@ -164,16 +195,95 @@ class KernelStep:
             raise binding.out_of_memory(self.kernel)
 
 
-def _row_stride(mask: Tensor) -> int:
-    return mask.stride(0) if mask.shape[0] > 1 else 0
+class ExactStep:
+    """Exact attention of some heads over keys and values that grow in memory with some room.
+
+    Args:
+        inputs: A call with a token like those to come.
+        state: The state, with the keys and values so far.
+        heads: The exact key-value heads.
+    """
+
+    def __init__(self, inputs: AttentionInputs, state: InPlaceState, heads: list[int]) -> None:
+        query, key, value = inputs.tensors
+        repeats, self.length = query.shape[1] // key.shape[1], state["exact_key"].shape[2]
+        self.dtype, self.places = query.dtype, torch.tensor(heads, dtype=torch.int64, device="cpu")
+        self.products = query.shape[0] * repeats * len(heads) * (key.shape[3] + value.shape[3])
+        self.filled = filled = binding.Arguments(
+            batch=query.shape[0],
+            heads=repeats * len(heads),
+            groups=len(heads),
+            length=1,
+            size=key.shape[3],
+            value_size=value.shape[3],
+            dtype=binding.DTYPE_NUMBERS[query.dtype],
+            scaling=inputs.scaling,
+            places=self.places.data_ptr(),
+        )
+        self.fields = (filled.query, filled.key, filled.value, filled.out)
+        self.function, self.reference = binding.kernel("exact_step"), ctypes.byref(filled)
+        self.room = 0
+
+    def _grow(self, state: InPlaceState) -> None:
+        """Copy keys, values and the mask into memory with room for more tokens."""
+        self.room = room_for(self.length + 1)
+        for name in ("exact_key", "exact_value"):
+            tokens = state[name]
+            memory = torch.empty(*tokens.shape[:2], self.room, tokens.shape[3], dtype=self.dtype, device="cpu")
+            memory[:, :, : self.length] = tokens
+            state.memory[name] = memory
+        if "exact_mask" in state:
+            batch = self.filled.batch
+            memory = torch.empty(batch, self.room, dtype=torch.bool, device="cpu")
+            memory[:, : self.length] = state["exact_mask"]
+            state.memory["exact_mask"] = memory
+            self.filled.next_ring_mask = memory.data_ptr()
+        self.filled.next_ring_key = state.memory["exact_key"].data_ptr()
+        self.filled.next_ring_value = state.memory["exact_value"].data_ptr()
+        self.filled.ring_room = self.room
+
+    def run(self, tensors: Token, mask: Tensor | None, state: InPlaceState) -> None:
+        """Append the token to the keys and values of the state, and compute the output of its query."""
+        filled = self.filled
+        if mask is not None and "exact_mask" not in state:
+            state["exact_mask"] = torch.ones(filled.batch, self.length, dtype=torch.bool, device="cpu")
+            self.room = 0
+        if self.length >= self.room:
+            self._grow(state)
+        _set_token(filled, self.fields, tensors, mask)
+        length = filled.keys = self.length + 1
+        is_large = length * self.products > binding.MIN_THREADED_PRODUCTS
+        filled.threads = torch.get_num_threads() if is_large else 1
+        if self.function(self.reference):
+            raise binding.out_of_memory("exact_step")
+        self.length = length
+        for name in ("exact_key", "exact_value"):
+            state[name] = state.memory[name].narrow(2, 0, length)
+        if "exact_mask" in state:
+            state["exact_mask"] = state.memory["exact_mask"].narrow(1, 0, length)
+
+
+Token = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Query, key and value of one token, and its output."""
+
+#: Most query heads of a key-value head that the form of a causal step serves.
+STEP_REPEATS = 64
+
+
+def _set_token(filled: binding.Arguments, fields: tuple[Any, ...], tensors: Token, mask: Tensor | None) -> None:
+    for field, tensor in zip(fields, tensors, strict=True):
+        field.data = tensor.data_ptr()
+        field.batch, field.head, _, _ = tensor.stride()
+    if mask is None:
+        filled.mask = None
+    else:
+        filled.mask, filled.mask_batch = mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0
 
 
 class PreparedStep:
     """The kernels of a decoding step, ready for the next token, and what makes them stale."""
 
-    def __init__(
-        self, mechanism: nn.Module, weights: _Weights, inputs: AttentionInputs, kernels: list[KernelStep]
-    ) -> None:
+    def __init__(self, mechanism: nn.Module, weights: _Weights, inputs: AttentionInputs, kernels: list[Any]) -> None:
         self.mechanism, self.weights, self.kernels = mechanism, weights, kernels
         self.backends, self.scaling, self.dtype = backends.selection(), inputs.scaling, inputs.query.dtype
         self.shapes = tuple(tensor.shape for tensor in inputs.tensors)
@@ -207,5 +317,5 @@ class PreparedStep:
         """Advance the state of a call that matches, and return the output."""
         out = binding.empty(*self.sizes, dtype=self.dtype)
         for kernel in self.kernels:
-            kernel.run((*inputs.tensors, out), inputs.mask, inputs.state)  # type: ignore[arg-type]
+            kernel.run((*inputs.tensors, out), inputs.mask, inputs.state)
         return out

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms.base import AttentionInputs
+from hf_linear_attn.mechanisms.head_mixture import HeadMixture
 from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.registry import ATTENTIONS, build_options
@@ -23,7 +24,11 @@ CASES = {
     "favor": ("favor+", {"num_features": 40}),  # its weights are copied: the kernels read whole vectors
     "window": ("window", {"window_size": 5, "sink_tokens": 2}),
     "store": ("window", {"window_size": 4, "sink_tokens": 1, "store_size": 3}),
+    "mixture": ("window", {"window_size": 5, "sink_tokens": 2}),
+    "mixture of hedgehog": ("hedgehog", {}),
 }
+#: The exact heads of mixtures.
+EXACT = {"mixture": (1,), "mixture of hedgehog": (0,)}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -31,7 +36,9 @@ def build(case: str) -> nn.Module:
     name, options = CASES[case]
     entry = ATTENTIONS.get(name)
     torch.manual_seed(0)
-    module = entry.factory(AttentionShape(4, 2, 32, 32, causal=True), build_options(entry, options))
+    shape = AttentionShape(6, 3, 32, 32, causal=True)
+    built = build_options(entry, options)
+    module = HeadMixture(shape, entry, built, EXACT[case]) if case in EXACT else entry.factory(shape, built)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -40,7 +47,7 @@ def build(case: str) -> nn.Module:
 
 def tokens(count: int, dtype: torch.dtype = torch.float32, rows: int = 2, seed: int = 0) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((rows, heads, count, 32) for heads in (4, 2, 2))
+    shapes = ((rows, heads, count, 32) for heads in (6, 3, 3))
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
@@ -134,7 +141,7 @@ CHANGES = (optimizer_step, change_data, load, replace_parameters, convert_and_ba
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", ["favor", "window", "hedgehog"])
+@pytest.mark.parametrize("case", ["favor", "window", "hedgehog", "mixture"])
 def test_changed_weights_reach_the_next_token(case: str, dtype: torch.dtype, change: object) -> None:
     if change is convert_and_back and dtype is torch.bfloat16:
         pytest.skip("the same weights")
@@ -188,7 +195,7 @@ def test_another_number_of_rows_is_not_computed_by_the_prepared_step() -> None:
         {"scaling": 0.3},
         {"query": whole.query.double()},
         {"key": whole.key.to(torch.bfloat16)},
-        {"value": torch.randn(3, 2, 1, 64)[..., ::2]},
+        {"value": torch.randn(3, 3, 1, 64)[..., ::2]},
         {"mask": torch.ones(2, 1, dtype=torch.bool)},
         {"mask": torch.ones(3, 1)},
         {"mask": torch.ones(3, 1, 1, 1, dtype=torch.bool)},
