@@ -43,7 +43,7 @@ def test_the_kernels_in_the_interpreter(part):
 
 @needs_triton
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
-@pytest.mark.parametrize("architecture", ["80", "90"])
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_the_kernels_through_the_compiler(architecture):
     output = run("tests.ops.triton_compiles", architecture, "16", "elu", "hedgehog", "cosformer", "favor+")
     kernels = (
