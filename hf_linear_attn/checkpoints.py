@@ -17,7 +17,8 @@ from .integration.models import all_configs
 from .integration.positions import EXTENDED_FROM, position_limit
 from .utils.files import atomic_folder, check_output
 from .utils.gguf import split_source
-from .utils.models import hidden_progress_bars, loading_errors
+from .utils.models import hidden_progress_bars
+from .utils.sources import loading_errors
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 

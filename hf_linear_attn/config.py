@@ -16,6 +16,9 @@ from .version import __version__
 #: Version of the saved form. It goes up when an older package could misread a newer checkpoint.
 FORMAT_VERSION = 1
 
+#: Field of a patched model's `config.json` that holds the saved form.
+CONFIG_FIELD = "linear_attention"
+
 PLAN_SUFFIXES = (".json", ".yaml", ".yml")
 DEFAULT_KEY = "default"
 #: What a layer's dict may hold besides the options of its mechanism.

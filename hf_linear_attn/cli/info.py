@@ -5,7 +5,9 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..config import CONFIG_FIELD, LinearAttentionConfig
 from ..utils.options import option
+from ..utils.sources import read_config_file
 from .verb import Verb
 
 
@@ -19,43 +21,54 @@ class InfoConfig:
 
 def run(config: InfoConfig) -> None:
     """Print what is patched in a checkpoint. Only its config is read; its model is built on the meta device."""
+    saved = read_config_file(config.model)
+    if not saved:  # a GGUF file
+        from ..checkpoints import read_config
+
+        saved = read_config(config.model).to_dict()
+    patched = saved.get(CONFIG_FIELD) is not None
+    name = (saved.get("architectures") or [saved.get("model_type")])[0]
+    facts: dict[str, Any] = {"checkpoint": config.model, "model": name, "patched": patched, "layers": []}
+    text = (
+        f"{config.model}: {name} without linear attention. "
+        f"Patch it with `hf-linear-attn patch {config.model} OUTPUT --attention NAME`.\n"
+    )
+    if patched:
+        LinearAttentionConfig.from_dict(saved[CONFIG_FIELD])
+        more, text = _describe_patched(config.model)
+        facts.update(more)
+    sys.stdout.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n" if config.json else text)
+
+
+def _describe_patched(name: str) -> tuple[dict[str, Any], str]:
+    """Return what is patched in a checkpoint, as facts and as text, from its model on the meta device."""
     import torch
 
     from ..checkpoints import _model_class, read_config
-    from ..config import LinearAttentionConfig
     from ..integration.model_class import linear_attention_class
-    from ..patching import CONFIG_FIELD, patch_report
+    from ..patching import patch_report
 
-    model_config = read_config(config.model)
-    saved = getattr(model_config, CONFIG_FIELD, None)
-    names = getattr(model_config, "architectures", None) or [model_config.model_type]
-    facts: dict[str, Any] = {"checkpoint": config.model, "model": names[0], "patched": saved is not None, "layers": []}
-    text = (
-        f"{config.model}: {names[0]} without linear attention. "
-        f"Patch it with `hf-linear-attn patch {config.model} OUTPUT --attention NAME`.\n"
+    model_config = read_config(name)
+    saved = getattr(model_config, CONFIG_FIELD)
+    model_class: Any = linear_attention_class(_model_class(name, model_config, None))
+    with torch.device("meta"):
+        model = model_class(model_config)
+    report = patch_report(model)
+    facts = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "added_parameters": report.parameters,
+        "state_bytes": report.state_bytes,
+        "dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
+        "format_version": saved["format_version"],
+        "package_version": saved.get("package_version"),
+        "layers": [asdict(layer) for layer in report.layers],
+    }
+    return facts, (
+        f"{report}\n"
+        f"{'':>5}  {facts['parameters']:,} parameters in all, saved as {facts['dtype']}; "
+        f"{facts['state_bytes']:,} state bytes per sequence\n"
+        f"{'':>5}  format {facts['format_version']}, written by hf-linear-attn {facts['package_version']}\n"
     )
-    if saved is not None:
-        LinearAttentionConfig.from_dict(saved)
-        model_class: Any = linear_attention_class(_model_class(config.model, model_config, None))
-        with torch.device("meta"):
-            model = model_class(model_config)
-        report = patch_report(model)
-        facts.update(
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            added_parameters=report.parameters,
-            state_bytes=report.state_bytes,
-            dtype=str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
-            format_version=saved["format_version"],
-            package_version=saved.get("package_version"),
-            layers=[asdict(layer) for layer in report.layers],
-        )
-        text = (
-            f"{report}\n"
-            f"{'':>5}  {facts['parameters']:,} parameters in all, saved as {facts['dtype']}; "
-            f"{facts['state_bytes']:,} state bytes per sequence\n"
-            f"{'':>5}  format {facts['format_version']}, written by hf-linear-attn {facts['package_version']}\n"
-        )
-    sys.stdout.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n" if config.json else text)
 
 
 VERB = Verb(

@@ -5,6 +5,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..config import CONFIG_FIELD, LinearAttentionConfig
+from ..utils.files import check_output
 from ..utils.options import OptionError, check_options, option
 from .verb import Verb
 
@@ -54,22 +56,21 @@ def run(config: PatchConfig) -> None:
 
     A patched checkpoint, an unknown class or a plan that does not fit is an error before any weight is read.
     """
-    import torch
-    from safetensors import SafetensorError
-
-    from ..checkpoints import _model_class, read_config, save_checkpoint
-    from ..config import LinearAttentionConfig
-    from ..patching import CONFIG_FIELD, patch_model, patch_report  # fills the registries
-    from ..utils.files import check_output
-    from ..utils.gguf import dequantized, split_source
-    from ..utils.models import hidden_progress_bars
-
     source = config.model
     check_output(config.output, ["config.json"], overwrite=config.overwrite, source=source)
     if config.plan is None:
         plan = LinearAttentionConfig.parse(config.attention or "", config.layers, config.options)
     else:
         plan = LinearAttentionConfig.from_file(config.plan)
+
+    import torch
+    from safetensors import SafetensorError
+
+    from ..checkpoints import _model_class, read_config, save_checkpoint
+    from ..patching import patch_model, patch_report
+    from ..utils.gguf import dequantized, split_source
+    from ..utils.models import hidden_progress_bars
+
     name, gguf_file = split_source(source)
     model_config = read_config(source, config.revision)
     if getattr(model_config, CONFIG_FIELD, None) is not None:

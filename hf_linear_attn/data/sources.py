@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.extras import require_packages
 from ..utils.formatting import near_matches
+from ..utils.sources import is_path
 from .files import FORMATS, Documents, file_suffix, read_table, uncompressed_name, with_numbers
 from .text import validation_rows
 
@@ -56,7 +57,7 @@ def load_source(
         if config or revision:
             raise ValueError(f"{source!r} is local; {config or revision!r} applies to data sets of the Hub only.")
         splits = _load_folder(path, documents) if path.is_dir() else _load_files({"train": path}, documents)
-    elif source.startswith((".", "/", "~")) or len(Path(source).parts) > 2 or file_suffix(path) in FORMATS:
+    elif is_path(source) or file_suffix(path) in FORMATS:
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
         splits = load_hub(source, config, revision, "Connect to the Hub, or give a local file or folder.")

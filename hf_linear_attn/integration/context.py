@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from ..config import CONFIG_FIELD as CONFIG_FIELD
 from ..config import LayerConfig
 from ..ops.common import ACCELERATE_HOOK
 from ..ops.ranks import Ranks
@@ -27,8 +28,7 @@ SUBMODULE = "linear_attention"
 LAYER_CONTEXT = "_linear_attention_context"
 #: Name of the attribute of a mechanism that is set where its parameters are shards with the heads of this process.
 OWN_HEADS = "_linear_attention_own_heads"
-#: Fields that the config of a patched model carries into `config.json`.
-CONFIG_FIELD = "linear_attention"
+#: Field that the config of a patched model carries into `config.json`, beside `CONFIG_FIELD`.
 IMPLEMENTATION_FIELD = "attn_implementation"
 
 

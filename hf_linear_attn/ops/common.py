@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ BLOCK_QUANTUM = 128
 
 #: Attribute of a module that holds accelerate's hook: `pre_forward` loads its tensors, `post_forward` offloads them.
 ACCELERATE_HOOK = "_hf_hook"
+
+T = TypeVar("T")
 
 State = dict[str, Tensor]
 """A recurrent state: named tensors whose first dimension is the batch."""
@@ -315,3 +317,12 @@ def parameter_gradient(parts: Tensor, parameter: Tensor) -> Tensor:
     """Sum gradients `[B, H, …]` over the batch, and over the heads where they share the parameter."""
     total = parts.sum(dim=0)
     return (total.sum(dim=0, keepdim=True) if parameter.shape[0] == 1 else total).to(parameter.dtype)
+
+
+def constant_result(function: Callable[[], T]) -> Callable[[], T]:
+    """Mark a function whose result is a constant where torch.compile traces a call, and return it.
+
+    This is `torch.compiler.assume_constant_result`, which imports the compiler, as long as torch itself takes.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -26,7 +26,8 @@ from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
 from ..utils.gguf import dequantized, split_source
-from ..utils.models import loading_errors, quiet_transformers, shared_copy
+from ..utils.models import quiet_transformers, shared_copy
+from ..utils.sources import loading_errors
 from .records import Conditions
 from .settings import PYTHON_DOCUMENTATION
 

@@ -78,16 +78,6 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-@contextmanager
-def loading_errors(name: str, remedy: str = "Give a local folder or a repository on the Hub.") -> Iterator[None]:
-    """Context manager that turns errors of loading into an OSError with the name of what is loaded and a remedy."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise OSError(f"{name} cannot be loaded ({reason}). {remedy}") from error
-
-
 def torch_device(name: str) -> Any:
     """Return the torch device of a name such as `"cpu"` or `"cuda:0"`; a ValueError if there is no such device."""
     try:

@@ -178,19 +178,61 @@ def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 def test_traceback_on_request(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"in its config\.json"):
+    with pytest.raises(OSError, match=r"there is no config\.json in it"):
         run("info", tmp_path, "--traceback")
 
 
-def test_list_loads_no_modeling_file_and_errors_have_no_traceback() -> None:
-    """`list` must not load any modeling file, and `python -m` is the same command."""
-    code = (
-        "import sys; from hf_linear_attn.cli import main\n"
-        "assert main(['--version']) == 0 and 'torch' not in sys.modules\n"
-        "assert main(['list']) == 0\n"
-        "assert not [name for name in sys.modules if name.startswith('transformers.models')]\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+#: Runs each command line of the JSON in the first argument, and prints which of the other modules are loaded.
+LOADED = (
+    "import json, sys; from hf_linear_attn.cli import main\n"
+    "codes = [main(arguments) for arguments in json.loads(sys.argv[1])]\n"
+    "sys.stderr.write(json.dumps([codes, sorted({*sys.argv[2:]} & {*sys.modules})]))\n"
+)
+
+
+def loaded(commands: list[list[str]], *modules: str) -> list[object]:
+    """Return the exit codes of commands in a new process, and which of the modules it has loaded then."""
+    process = [sys.executable, "-c", LOADED, json.dumps(commands), *modules]
+    done = subprocess.run(process, check=True, capture_output=True, text=True)
+    return json.loads(done.stderr.splitlines()[-1])
+
+
+def test_what_needs_no_model_is_light(tmp_path: Path) -> None:
+    """Neither torch nor transformers is loaded to read a config, or to say that there is no such model or file."""
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("[]")
+    rest = {
+        "info": [],
+        "patch": ["out", "--attention", "elu"],
+        "export": ["out"],
+        "evaluate": [],
+        "plan": ["--budget", "1.5x", "--data.dataset", "x.txt"],
+        "convert": ["--data.dataset", "x.csv", "--output", "out"],
+        "finetune": ["--data.dataset", "x.csv", "--output", "out"],
+    }
+    sources = (str(tmp_path / "missing"), "no/such/folder", "not a name", str(tmp_path / "broken"))
+    commands = [["info", str(tmp_path)], ["info", str(tmp_path), "--json"]]
+    commands += [[verb, source, *others] for verb, others in rest.items() for source in sources]
+    assert loaded(commands, "torch", "transformers") == [[0, 0, *[1] * (len(commands) - 2)], []]
+
+
+def test_names_of_mechanisms_load_torch_alone(tmp_path: Path) -> None:
+    """A mechanism's file has its module, which needs torch; neither Transformers nor torch's compiler is needed."""
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    patch = ["patch", str(tmp_path), str(tmp_path / "out"), "--attention"]
+    commands = [
+        ["list"],
+        ["list", "window"],
+        ["list", "hegdehog"],
+        [*patch, "hegdehog"],
+        [*patch, "elu", "--options.x", "1"],
+    ]
+    assert loaded(commands, "transformers", "torch._dynamo") == [[0, 0, 1, 1, 1], []]
+
+
+def test_errors_have_no_traceback() -> None:
+    """`python -m` is the same command."""
     done = subprocess.run(
         [sys.executable, "-m", "hf_linear_attn", "list", "hegdehog"], capture_output=True, text=True, check=False
     )
@@ -326,7 +368,7 @@ def test_patch_sources_that_cannot_be(gpt2: Path, tmp_path: Path, capsys: pytest
         assert f"{name!r} cannot be loaded" in refusal(name)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "in its config.json" in refusal(empty)
+    assert "there is no config.json in it" in refusal(empty)
     patched = tmp_path / "patched"
     assert run("patch", gpt2, patched, "--attention", "elu") == 0
     capsys.readouterr()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..calls import BackendCall, GatedCall, KernelizedCall, Mix, WindowedCall
-from ..common import InPlaceState, State, block_length, mask_tokens
+from ..common import InPlaceState, State, block_length, constant_result, mask_tokens
 from ..kernel_inputs import unsupported_inputs
 from . import binding
 from .binding import NEXT, Numbers, Tensors, differentiable, empty, output
@@ -35,7 +35,7 @@ def unavailable_reason() -> str | None:
 
 
 #: The same; a constant where torch.compile traces a call.
-_unavailable_reason = torch.compiler.assume_constant_result(lambda: unavailable_reason())
+_unavailable_reason = constant_result(lambda: unavailable_reason())
 
 
 def _mix_matches(mix: Mix, query: Tensor) -> bool:

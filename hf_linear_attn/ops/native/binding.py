@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..common import parameter_gradient, readable, token_major
+from ..common import constant_result, parameter_gradient, readable, token_major
 from ..formulas import PARTS, FusedMap
 from ..kernel_inputs import DTYPES
 from .build import library
@@ -115,7 +115,7 @@ def _lanes() -> int:
 
 
 #: The number of floats in a vector register; a constant where torch.compile traces a call.
-lanes = torch.compiler.assume_constant_result(lambda: _lanes())
+lanes = constant_result(lambda: _lanes())
 
 
 def pad_columns(tensor: Tensor) -> Tensor:
