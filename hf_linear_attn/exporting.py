@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,18 +101,20 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
 
     from .integration.positions import length_limit
 
-    exporter, settings = (OnnxExporter(), OnnxConfig) if format == "onnx" else (DynamoExporter(), DynamoConfig)
+    # Of torch.onnx's optimisations one rewrite rule takes longer than all else: it goes through the graph once a node.
+    onnx = OnnxExporter(), partial(OnnxConfig, optimize=False)
+    exporter, settings = onnx if format == "onnx" else (DynamoExporter(), DynamoConfig)
     if model.config.is_encoder_decoder:
         raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")
     limit = length_limit(model)
     inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
     if model.can_generate():
         try:
-            return exporter.export_for_generation(model, inputs, settings(dynamic=True)), None
+            return simplified(exporter.export_for_generation(model, inputs, settings(dynamic=True))), None
         except RuntimeError as error:  # which names the graph only
             raise (error.__cause__ if isinstance(error.__cause__, NotImplementedError) else error) from None
     sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
-    exported = exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes)))
+    exported = simplified(exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes))))
     worst = 0.0
     for lengths in CHECKED_LENGTHS:
         inputs = padded_inputs(model, [min(length, limit or length) for length in lengths])
@@ -127,6 +130,24 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
             "Please report it, with the model's config."
         )
     return exported, worst
+
+
+def simplified(exported: Any) -> Any:
+    """Fold the constants of the ONNX graphs of an `ExportedModel`, join what is equal in them, and return it.
+
+    Layers of one length then share their masks and positions. The rest of optimising is ONNX Runtime's, as it loads.
+    """
+    if exported.export_format != "onnx":
+        return exported
+    from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+    from onnxscript import optimizer
+
+    for component in exported.components.values():
+        optimizer.inline(component.program)
+        optimizer.fold_constants(component.program)
+        CommonSubexpressionEliminationPass()(component.program)
+        optimizer.remove_unused_nodes(component.program)
+    return exported
 
 
 def padded_inputs(model: PreTrainedModel, lengths: Any) -> dict[str, Any]:
