@@ -18,15 +18,17 @@ from transformers import PreTrainedModel
 from ..config import LinearAttentionConfig
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
+from ..data.text import packed_rows, standard_library_documents
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input
 from ..measure.inputs import accepts_longer_inputs, synthetic_inputs
 from ..patching import is_patched, patch_report
 from ..training import models
-from ..training.calibration import leading_batches
+from ..training.calibration import CALIBRATION_TOKENS, calibrate, leading_batches
 from ..training.head_search import SEARCH_TOKENS, find_exact_heads
 from ..training.options import ConvertConfig, FinetuneConfig, TrainingRunConfig
+from ..training.selection import close_harmful_parts
 from ..training.sharding import is_sharded
 from ..training.transfer import exact_length
 from ..utils.environment import environment, json_safe, utc_now
@@ -42,6 +44,12 @@ MIN_LONGER_SHARE = 0.05
 
 #: Number of batches that attention transfer does not train on, to choose its best step.
 VALIDATION_BATCHES = 2
+
+#: Tokens of held-out rows that decide which linear parts remain.
+SELECTION_TOKENS = 4096
+
+#: Documents of the standard library, text of another kind, that one more row is made of.
+OTHER_DOCUMENTS = 50
 
 #: Seconds to time one length, and the fewest rounds.
 TIMING_SECONDS, MIN_ROUNDS = 2.0, 7
@@ -135,9 +143,10 @@ def _convert(run: Run) -> dict[str, Any]:
     models.patch_as_configured(student, config, _choose_heads(run, teacher))
     facts = _facts(run, student)
     if is_patched(student):
+        student = _calibrate(run, student)
         run.measure("patched", student)
         _estimate(run, teacher)
-        student = _transfer(run, student)
+        student = _close_harmful_parts(run, _transfer(run, student))
     # Distillation may shard its teacher; the control and the timing need complete models.
     control = copy.deepcopy(teacher) if config.control and is_patched(student) and config.distill.enabled else None
     student = _distill(run, teacher, student, "distill", "distilled")
@@ -280,15 +289,66 @@ def _estimate(run: Run, teacher: PreTrainedModel) -> None:
     run.say(f"About {text} of training: {stages}, by the time of one forward pass ({seconds[-1]:.2g} s).")
 
 
+def _long_rows(run: Run, student: PreTrainedModel) -> Any:
+    """The training rows that the mechanism does not attend to exactly: the others say nothing of it."""
+    rows: Any = run.data.train
+    limit = exact_length(student)
+    return rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit]) if limit else rows
+
+
+def _calibrate(run: Run, student: PreTrainedModel) -> PreTrainedModel:
+    """Fit the start of the mechanism to the first training rows."""
+    rows = _long_rows(run, student)
+    if not len(rows) or not patch_report(student).parameters:
+        return student
+
+    def fit() -> tuple[PreTrainedModel, dict[str, Any]]:
+        student.to(run.process.device)
+        batches = (run.data.collator([row]) for row in rows)
+        with run.working("calibrating"):
+            result = calibrate(student, leading_batches(batches, CALIBRATION_TOKENS))
+        return student, {"step": 0, "within_factor_2": result.within() if len(result.table) else None}
+
+    return cast(PreTrainedModel, run.learned("calibration", student, fit, f".{SUBMODULE}."))
+
+
+def _close_harmful_parts(run: Run, student: PreTrainedModel) -> PreTrainedModel:
+    """Close the linear parts that the model is better without, on held-out rows and, for a decoder, other text."""
+    data, limit = run.data, exact_length(student)
+    held_out = [row for rows in data.validation.values() for row in cast(Any, rows)]
+    long = [row for row in held_out if len(row["input_ids"]) > limit]
+    if not limit or not long or not patch_report(student).parameters:
+        return student
+
+    def close() -> tuple[PreTrainedModel, dict[str, Any]]:
+        student.to(run.process.device)
+        batches = leading_batches((data.collator([row]) for row in long), SELECTION_TOKENS)
+        if run.config.task_type == "causal-lm":
+            length = max(batch["input_ids"].shape[1] for batch in batches)
+            documents = standard_library_documents()[:OTHER_DOCUMENTS]
+            batches += [{"input_ids": torch.tensor([packed_rows(data.tokenizer, documents, length)[0]])}]
+        with run.working("measuring what linear parts are worth"):
+            parts = close_harmful_parts(student, batches)
+        rows = parts.table.to_dict("records")
+        return student, {"step": 0, "layers": rows, **{f"loss, {name}": value for name, value in parts.loss.items()}}
+
+    student = run.learned("linear parts", student, close, f".{SUBMODULE}.")
+    layers = run.state["linear parts"]["layers"]
+    closed = [str(row["layer"]) for row in layers if not row["kept"]]
+    if closed:
+        run.say(f"Closed, since the model is better without: the linear part of {len(closed)} of {len(layers)} layers.")
+    return student
+
+
 def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
-    """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss."""
+    """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss.
+
+    What it has learned is taken back if the loss of the model is higher than before.
+    """
     config, data = run.config, run.data
     if not config.transfer.max_steps or not patch_report(student).parameters:
         return student
-    rows: Any = data.train
-    limit = exact_length(student)
-    if limit:
-        rows = rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit])
+    rows, limit = _long_rows(run, student), exact_length(student)
     if not len(rows):
         reason = f"Attention transfer was skipped: no training input has more than the {limit:,} tokens that are exact."
         run.say(reason)
@@ -300,8 +360,15 @@ def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
     train, validation = rows.select(range(max(len(rows) - count, 1))), rows.select(range(len(rows) - count, len(rows)))
     learn = partial(run.transfer, student, train, validation)
+    learned = {name: value for name, value in student.named_parameters() if f".{SUBMODULE}." in name}
+    before = {name: value.detach().clone() for name, value in learned.items()}
     student = run.learned("transfer", student, learn, f".{SUBMODULE}.")
-    run.measure("transferred", student)
+    metrics, untrained = run.measure("transferred", student), run.state["patched"]
+    # Metrics of a task are too coarse for this, and distillation goes on from here.
+    losses = [name for name in metrics if name.endswith("loss") and not data.metric_names]
+    if losses and sum(metrics[name] - untrained[name] for name in losses) > 0:
+        run.say("Attention transfer is taken back: the loss is lower without it.")
+        student.load_state_dict(before, strict=False)
     return student
 
 

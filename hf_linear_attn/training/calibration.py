@@ -30,6 +30,9 @@ CALIBRATION_TOKENS = 8192
 #: Keys of a head that codes are fitted to, at most.
 FITTED_KEYS = 8192
 
+#: Queries that the biases of codes are fitted to, at most.
+COUNTED_QUERIES = 2048
+
 #: Draws of queries of each row whose attention is counted (see `losses.query_ranges`): some 256 queries.
 DRAWS = 4
 
@@ -237,6 +240,8 @@ class _Layer:
         if not self.codes:
             return
         exact, given = (torch.cat(parts, dim=1) for parts in zip(*self.codes, strict=True))  # [H, n, m]
+        every = -(-exact.shape[1] // COUNTED_QUERIES)
+        exact, given = exact[:, ::every], given[:, ::every]
         inside = (1 - exact.sum(dim=2)).clamp_min(0).log()
         bias, expected = torch.zeros_like(exact[:, 0], requires_grad=True), exact.mean(dim=1)
         optimizer = torch.optim.LBFGS([bias], max_iter=BIAS_STEPS, line_search_fn="strong_wolfe")
