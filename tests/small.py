@@ -22,6 +22,7 @@ SMALL_OPTIONS: dict[str, Any] = {
     "num_features": 24,
     "window_size": 4,
     "sink_tokens": 2,
+    "mix_init": 0.0,
     "block_size": 4,
     "slots_per_block": 2,
     "num_slots": 5,

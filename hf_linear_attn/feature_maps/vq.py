@@ -15,6 +15,10 @@ LLOYD_STEPS = 12
 SMALLEST_EIGENVALUE = 1e-6
 
 
+#: Smallest variance around codes, relative to the size of keys: of keys that are codes themselves.
+SMALLEST_SPREAD = 1e-4
+
+
 class VQOptions(Options):
     num_features: int = option(128, "number of codes m", least=1)
 
@@ -46,7 +50,7 @@ class VQFeatureMap(FeatureMap):
     def __init__(self, shape: AttentionShape, options: VQOptions) -> None:
         super().__init__(shape, options)
         self.num_features = options.num_features
-        rows = unit_rows(options.num_features, shape.head_dim, shape.layer_index).T
+        rows = unit_rows(options.num_features, shape.head_dim, shape.layer_index).T.float()
         scale = shape.head_dim**0.25  # τ = 1/√d, in nearly all models
         self.query_weight = nn.Parameter((rows * scale).repeat(shape.num_heads, 1, 1))
         self.query_bias = constant_parameter(shape.num_heads, options.num_features)
@@ -71,7 +75,8 @@ class VQFeatureMap(FeatureMap):
             root = vectors * values.clamp_min(SMALLEST_EIGENVALUE * values[-1]).sqrt()
             seen = keys[group].float() @ root
             nearest, centres = _k_means(seen, self.num_features)
-            precision = 1 / (seen - centres[nearest]).square().mean().clamp_min(torch.finfo(torch.float32).tiny)
+            least = SMALLEST_SPREAD * seen.square().mean().clamp_min(torch.finfo(torch.float32).eps)
+            precision = 1 / torch.maximum((seen - centres[nearest]).square().mean(), least)
             # The mean of the keys themselves, so that a query's product with a code is the mean of its products.
             self.query_weight[group * repeats : (group + 1) * repeats] = torch.linalg.solve(root.T, centres.T)
             self.key_weight[group] = precision * root @ centres.T

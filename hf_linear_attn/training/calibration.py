@@ -81,8 +81,8 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
     - The codes of `vq` maps: k-means on the keys of each key-value head, and biases by which each code gets the share
       of the attention that its keys have.
     - The log mixing weight of `window`, with any map: by bisection, so that the mean share of attention outside of
-      window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head. What is closed (`mix_init`
-      of -30 or less) stays closed.
+      window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head. What is closed
+      (`CLOSED_MIX`) stays closed.
 
     The model runs exactly, so that every layer sees the inputs that it was trained with: two passes over the batches
     for codes, one for mixing weights. Some thousand tokens of text like that to come are enough. What else mechanisms
@@ -240,6 +240,8 @@ class _Layer:
         if not self.codes:
             return
         exact, given = (torch.cat(parts, dim=1) for parts in zip(*self.codes, strict=True))  # [H, n, m]
+        if not exact.shape[1]:
+            return
         every = -(-exact.shape[1] // COUNTED_QUERIES)
         exact, given = exact[:, ::every], given[:, ::every]
         inside = (1 - exact.sum(dim=2)).clamp_min(0).log()

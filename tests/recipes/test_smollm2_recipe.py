@@ -60,7 +60,7 @@ def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
     for name, parameter in window.state_dict().items():
         assert torch.equal(store.state_dict()[name], parameter)
     plans = {name: json.loads((out / "plans" / f"{name}.json").read_text()) for name in ("mixture", "near", "window")}
-    assert plans["near"] == {**plans["mixture"], "default": {**plans["mixture"]["default"], "mix_init": -30.0}}
+    assert plans["near"] == {**plans["mixture"], "default": {**plans["mixture"]["default"], "mix_init": -10_000.0}}
     assert list(plans["window"]) == ["default"]
     assert hla.is_patched(hla.load_pretrained(str(out / "mixture" / "model")))
     report = (out / "report.md").read_text()

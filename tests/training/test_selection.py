@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
+from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from tests.tiny_models import BERT, LLAMA, VOCABULARY, Family
 
 
@@ -38,7 +39,7 @@ def loss(model: Any, exact: Any, closed: tuple[int, ...]) -> float:
     """The loss with some layers closed, from its definition."""
     model = copy.deepcopy(model)
     for layer in closed:
-        mixes(model)[layer].data.fill_(-1e3)
+        mixes(model)[layer].data.fill_(-1e5)
     values = []
     with torch.no_grad():
         for row in rows():
@@ -66,19 +67,19 @@ def test_what_remains_is_the_best_of_three(family: Family) -> None:
     assert list(result.loss.values()) == pytest.approx([*losses[:2], min(losses)], abs=1e-5)
     assert loss(model, exact, ()) == pytest.approx(min(losses), abs=1e-5)
     for layer, mix in enumerate(mixes(model)):
-        expected_mix = torch.full_like(mix, -30.0) if layer in result.closed else mixes(before)[layer]
+        expected_mix = torch.full_like(mix, CLOSED_MIX) if layer in result.closed else mixes(before)[layer]
         assert torch.equal(mix, expected_mix)
     assert "all closed" in repr(result)
 
 
 def test_closed_parts_stay_closed_through_calibration_and_files(tmp_path: Any) -> None:
     model = patched(LLAMA, **{"0": {"exact_heads": [0]}})
-    mixes(model)[1].data.fill_(-30.0)
+    mixes(model)[1].data.fill_(CLOSED_MIX)
     assert hla.close_harmful_parts(model, rows()).table["layer"].tolist() == [0]
     hla.calibrate(model, rows())
     model.save_pretrained(tmp_path)
     again = hla.load_pretrained(tmp_path)
-    assert torch.equal(mixes(again)[1], torch.full_like(mixes(again)[1], -30.0))
+    assert torch.equal(mixes(again)[1], torch.full_like(mixes(again)[1], CLOSED_MIX))
     assert torch.equal(mixes(again)[0], mixes(model)[0])
     without = hla.patch_model(LLAMA.build(), "hedgehog")
     assert not len(hla.close_harmful_parts(without, rows()).table)

@@ -36,7 +36,7 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def model_of(attention: Any, family: Family) -> PreTrainedModel:
-    options: dict[str, Any] = {"window_size": 4} if attention == "window" else {}
+    options: dict[str, Any] = {"window_size": 4, "feature_map": "hedgehog"} if attention == "window" else {}
     return hla.patch_model(family.build(), attention, **options)
 
 
