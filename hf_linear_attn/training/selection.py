@@ -55,11 +55,12 @@ class LinearParts:
 def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> LinearParts:
     """Close the linear part of each window without which the model is better, in place.
 
-    A closed part has weights of zero: only window, sinks and store of the layer remain. The loss is that of the next tokens in a language model, and otherwise the divergence of the outputs from those of exact
-    attention: of logits in nats, or `1 - cosine` of mean-pooled embeddings. Of three models, with all parts open, with
-    those open that are worth something by themselves, and with none, the one with the least loss remains, and that with
-    fewer open parts if two are equal. This takes a pass over the batches for each layer with such a part, and three
-    more. Batches must be held out: a part fits its training text, and can do harm on any other.
+    A closed part has weights of zero: only window, sinks and store of the layer remain. The loss is that of the next
+    tokens in a language model, and otherwise the divergence of the outputs from those of exact attention: of logits in
+    nats, or `1 - cosine` of mean-pooled embeddings. Of three models, with all parts open, with those open that are
+    worth something by themselves, and with none, the one with the least loss remains, and that with fewer open parts if
+    two are equal. This takes a pass over the batches for each layer with such a part, and three more. Batches must be
+    held out: a part fits its training text, and can do harm on any other.
 
     Args:
         model: A patched model. Layers without a window, or without an open part, are left as they are.
