@@ -31,6 +31,7 @@ BENCHMARKS = {
     "fidelity": "conversion:fidelity",
     "glue": "conversion:glue",
     "gpu": "gpu:gpu",
+    "linear-part": "conversion:linear_part",
     "lm": "conversion:lm",
     "memory": "attention:memory",
     "models": "models:models",
