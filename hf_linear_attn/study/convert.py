@@ -23,10 +23,10 @@ from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input
 from ..measure.inputs import accepts_longer_inputs, synthetic_inputs
-from ..patching import is_patched, patch_report
+from ..patching import is_patched, patch_model, patch_report
 from ..training import models
 from ..training.calibration import CALIBRATION_TOKENS, calibrate, leading_batches
-from ..training.head_search import SEARCH_TOKENS, find_exact_heads
+from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
 from ..training.options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from ..training.selection import close_harmful_parts
 from ..training.sharding import is_sharded
@@ -36,7 +36,9 @@ from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import accepted, evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
 from ..utils.timing import time_interleaved
+from .budget import Budget
 from .card import exactness, example, model_card, results_table, speed_table
+from .decision import Choice, choose
 from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
@@ -50,6 +52,9 @@ SELECTION_TOKENS = 4096
 
 #: Documents of the standard library, text of another kind, that one more row is made of.
 OTHER_DOCUMENTS = 50
+
+#: Share of heads that a search for a budget chooses; the ranking that it leaves serves any share.
+SEARCH_SHARE = 0.2
 
 #: Seconds to time one length, and the fewest rounds.
 TIMING_SECONDS, MIN_ROUNDS = 2.0, 7
@@ -69,9 +74,11 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     The run reports its progress on the console, by default stderr. In the output folder `model/` is the checkpoint with
     its card, and `results.json`, whose content is returned, has the metrics of the teacher, of the patched model before
     any training, after attention transfer and after distillation, and its speed beside the teacher's. With `control`
-    the teacher is trained as long, with exact attention, and its metrics stand beside those.
+    the teacher is trained as long, with exact attention, and its metrics stand beside those. With a `budget` the
+    exact heads and windows of a decoder are chosen for it, and a short training is set where no other is.
 
         convert(model="./bert-sst2", output="out", attention="hedgehog", data={"task": "sst2"})
+        convert(model="gpt2", output="out", budget="25% cache at 8192", data={"dataset": "text.txt"})
 
     Args:
         config: All options at once.
@@ -85,7 +92,10 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
         ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
         InterruptedRunError: SIGINT or SIGTERM. What is finished is stored.
     """
-    return _execute(make_config(ConvertConfig, config, options), console, _convert)
+    config = make_config(ConvertConfig, config, options)
+    if config.budget is not None:
+        Budget.parse(config.budget)  # an error before any work
+    return _execute(config, console, _convert)
 
 
 def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
@@ -230,18 +240,40 @@ def _teacher(run: Run) -> PreTrainedModel:
 def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
     """The plan with the key-value heads that stay exact, chosen once, on the first training rows; None without any."""
     config, data = run.config, run.data
-    if not config.exact_share:
+    if not config.exact_share and config.budget is None:
         return None
     if "exact_heads" not in run.state:
         batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
-        options = {"share": config.exact_share, "seed": config.seed, **config.options}
+        options = {"share": config.exact_share or SEARCH_SHARE, "seed": config.seed, **config.options}
         with run.working("choosing the heads that stay exact"):
             search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
-        plan = search.plan({"attention": config.attention, **config.options})  # with a seed of the mechanism, too
+        chosen = config.options
+        if config.budget is not None:
+            choice = _choice(run, teacher, search)
+            search, chosen = search.with_share(choice.share), {**config.options, "window_size": choice.window}
+            run.say(f"For the budget {config.budget}: {choice.reason}.")
+        plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
         run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})
         heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
         run.say(f"Exact heads by layer: {heads}")
     return LinearAttentionConfig.parse(run.state["exact_heads"]["plan"]).with_default("seed", config.seed)
+
+
+def _choice(run: Run, teacher: PreTrainedModel, heads: ExactHeads) -> Choice:
+    """Choose exact heads and windows for the budget of the run."""
+    config, data = run.config, run.data
+    budget, longest = Budget.parse(str(config.budget)), max(row_lengths(data.train))
+    exact, rows = run.state["teacher"], _long_rows(run, teacher)
+
+    def damage(share: float, window: int) -> float:
+        options = {**config.options, "window_size": window}
+        plan = heads.with_share(share).plan({"attention": config.attention, **options})
+        student = patch_model(shared_copy(teacher), plan)
+        calibrate(student, leading_batches((data.collator([row]) for row in rows), CALIBRATION_TOKENS))
+        values = run.measure(f"{share:.0%} exact heads", student)
+        return cast(float, cast(Any, budget.unit).damage(exact, values))
+
+    return choose(budget, teacher, longest, damage)
 
 
 @torch.no_grad()

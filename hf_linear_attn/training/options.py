@@ -10,6 +10,9 @@ from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
 from ..utils.options import OptionError, check_exclusive, check_options, option
 
+#: Steps of distillation, of a row each, with a budget and no other option: minutes for 100 million parameters.
+BUDGET_STEPS = 80
+
 TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding"]
 AttentionLoss = Literal["auto", "weights", "outputs"]
 
@@ -188,6 +191,12 @@ class ConvertConfig(TrainingRunConfig):
     exact_share: float = option(
         0.0, "share of the key-value heads that stay exact (see `find_exact_heads`)", least=0, below=1, common=True
     )
+    budget: str | None = option(
+        None,
+        "decoders: choose exact heads and windows for '25% cache at 8192', '2% perplexity' or '0.05 nats', and train "
+        "briefly; no other option is needed",
+        common=True,
+    )
     control: bool = option(
         False, "also train the teacher as long, with exact attention: what is lost to training and what to attention"
     )
@@ -196,6 +205,8 @@ class ConvertConfig(TrainingRunConfig):
     distill: DistillConfig = option(factory=DistillConfig)
 
     def __post_init__(self) -> None:
+        if self.budget is not None:
+            self._settle_budget()
         super().__post_init__()
         if self.exact_share and (self.attention is None or self.plan is not None or self.layers is not None):
             raise OptionError(
@@ -211,3 +222,19 @@ class ConvertConfig(TrainingRunConfig):
             )
         if self.task_type == "embedding" and self.teacher.enabled:
             raise OptionError("task_type", "embedding has no labels to fine-tune a teacher on: leave out that section.")
+
+    def _settle_budget(self) -> None:
+        """Fill in what a budget decides, where nothing else is given: a language model, and a short training."""
+        chosen = {"attention": DEFAULT_ATTENTION, "exact_share": 0.0, "layers": None, "plan": None}
+        for name, value in chosen.items():
+            if getattr(self, name) != value:
+                raise OptionError(name, "is chosen by the budget: leave it out.")
+        if self.task_type not in ("causal-lm", "classification") or self.data.task is not None:
+            raise OptionError("budget", f"is for language models (task_type causal-lm), not {self.task_type}.")
+        settled: dict[str, Any] = {"task_type": "causal-lm"}
+        if self.transfer == TransferConfig():
+            settled["transfer"] = TransferConfig(max_steps=0)
+        if self.distill == DistillConfig():
+            settled["distill"] = DistillConfig(max_steps=BUDGET_STEPS, per_device_train_batch_size=1)
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)

@@ -20,10 +20,13 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
+from hf_linear_attn.data.config import DataConfig, TimingConfig
+from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.study import convert as stages
 from hf_linear_attn.study import stages as study_stages
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.study.study import check_study
+from hf_linear_attn.training.options import ConvertConfig, DistillConfig
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.training.tiny_runs import (
@@ -341,6 +344,50 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
     assert stages["distilled"]["perplexity"] == pytest.approx(torch.tensor(stages["distilled"]["loss"]).exp().item())
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
+
+
+@pytest.mark.parametrize("budget", ["30% cache at 2000", "100000% perplexity"])
+def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Path) -> None:
+    config = ConvertConfig(
+        model=str(folder / "decoder"),
+        output=str(tmp_path / "out"),
+        budget=budget,
+        data=DataConfig(dataset=str(folder / "text" / "text.txt")),
+        distill=DistillConfig(max_steps=2, per_device_train_batch_size=1),
+        speed=TimingConfig(()),
+    )
+    results = convert(config, console=quiet())
+    stages = results["stages"]
+    assert config.task_type == "causal-lm"
+    assert "distilled" in stages
+    assert "transfer" not in stages
+    model = hla.load_pretrained(str(tmp_path / "out" / "model"))
+    kept = [layer.state_bytes for layer in hla.patch_report(model).layers]
+    assert kept
+    if "cache" in budget:
+        # Counted in the cache itself, after as many tokens as the budget says.
+        layers, heads, width = model.config.n_layer, model.config.n_head, model.config.n_embd
+        exact = layers * 2000 * 2 * width * 4
+        mechanisms = [module.linear_attention for module in attention_modules(model)]
+        state = sum(mechanism.state_bytes(2000) for mechanism in mechanisms)
+        state += (layers - len(mechanisms)) * exact // layers
+        assert state <= (0.3 + 0.5 / (layers * heads)) * exact  # whole heads are chosen
+    else:
+        assert "0% exact heads" in stages  # the first choice that was measured is within so wide a budget
+
+
+def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": str(folder / "decoder"), "output": str(tmp_path / "out")}
+    options["data"] = {"dataset": str(folder / "text" / "text.txt")}
+    with pytest.raises(ValueError, match="cannot be read"):
+        convert(**options, budget="much")
+    with pytest.raises(ValueError, match="exact_share: is chosen by the budget"):
+        convert(**options, budget="1% perplexity", exact_share=0.1)
+    with pytest.raises(ValueError, match="language models"):
+        convert(**options, budget="1% perplexity", task_type="embedding")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="windows of 64 tokens take"):
+        convert(**options, budget="1% cache at 100", speed={"lengths": []})
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
