@@ -299,13 +299,19 @@ def model_card(
         [str(layer["index"]), layer["attention"], f"{layer['parameters']:,}", f"{layer['state_bytes']:,}"]
         for layer in facts["layers"]
     ]
+    linear = {row["layer"]: row for row in state.get("linear parts", {}).get("layers", ())}
+    if linear:  # what a layer's linear part is worth: the loss without it, minus that with it
+        titles.append("worth of the linear part")
+        for cells, layer in zip(layers, facts["layers"], strict=True):
+            part = linear.get(layer["index"])
+            cells.append("" if part is None else f"{part['worth']:+.4f}" + ("" if part["kept"] else ", closed"))
     regression = facts["goal"]["metric"] in ("pearson", "spearmanr")
     sections = {
         "Use": [*snippet(config.task_type, answer, regression), "", LOADING] if kinds else [],
         "Quality": quality,
         "Speed": speed,
         "Settings": [*settings_table(config), "", "All settings are in `results.json` of the run."],
-        "Layers": _table(titles, layers, numbers=2) if layers else [],
+        "Layers": _table(titles, layers, numbers=len(titles) - 2) if layers else [],
         "Data and versions": [f"{numbers}. {versions}. {facts['processes']} process(es)."],
     }
     parts = [

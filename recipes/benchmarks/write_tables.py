@@ -469,6 +469,23 @@ def fidelity_tables(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def linear_part_table(results: Results) -> str:
+    """The losses of windows by what is outside of them, a column for each text; worth in brackets."""
+    lines = []
+    losses = results.rows.set_index(["model", "window", "outside", "text"])["loss"]
+    for (model, window, outside), group in results.rows.groupby(
+        ["model", "window", "outside"], sort=False, dropna=False
+    ):
+        cells = {}
+        for text, loss in zip(group["text"], group["loss"], strict=True):
+            without = losses.get((model, window, "nothing", text))
+            worth = f" ({without - loss:+.3f})" if without is not None and outside != "nothing" else ""
+            cells[text.partition(".")[0].replace("wiki", "WikiText-2")] = f"{loss:.3f}{worth}"
+        width = EMPTY if pd.isna(window) else f"{window:.0f}"
+        lines.append({"model": model.partition(".")[0], "window": width, "outside": outside, **cells})
+    return to_markdown(pd.DataFrame(lines), text_columns=3)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Long inputs
 
@@ -634,6 +651,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmark-forward": lambda: attention_tables(Results.read("attention.json.gz")),
     "compiled": lambda: compiled_table(Results.read("compiled.json")),
     "fidelity": lambda: fidelity_tables(Results.read("fidelity.json")),
+    "linear-part": lambda: linear_part_table(Results.read("linear-part.json")),
     "lm": lambda: lm_tables(Results.read("lm.json")),
     "memory": lambda: memory_tables(Results.read("memory.json")),
     "onnx": lambda: onnx_table(Results.read("onnx.json")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import asdict
 
 import pytest
@@ -32,6 +33,14 @@ def facts(metric="accuracy", higher=True, layers=()):
 
 def layers():
     return [asdict(layer) for layer in patch_report(patched("hedgehog", BERT)).layers]
+
+
+def test_layers_say_what_their_linear_part_is_worth():
+    parts = [{"layer": 0, "worth": 0.01234, "kept": True}, {"layer": 1, "worth": -0.5, "kept": False}]
+    card = model_card(ConvertConfig(model="m"), facts(layers=layers()), {"linear parts": {"layers": parts}})
+    assert "| worth of the linear part |" in card
+    assert re.search(r"^\| 0 \| hedgehog \|.*\| \+0.0123 \|$", card, re.MULTILINE)
+    assert re.search(r"^\| 1 \| hedgehog \|.*\| -0.5000, closed \|$", card, re.MULTILINE)
 
 
 def timing(median, ratio, low, high):
