@@ -19,6 +19,7 @@ from ..measure.values import Metric, Values, value
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model
 from ..registry import ATTENTIONS
+from ..training.calibration import calibrate_untrained
 from ..training.transfer import transfer_attention
 from ..utils.models import shared_copy
 from ..utils.progress import OnBatch, report_nothing
@@ -83,12 +84,22 @@ def references(model: PreTrainedModel) -> list[Variant]:
 def mechanism_stages(
     study: Study, exact: ExactModel, inputs: Inputs, settings: Settings, name: str, seed: int
 ) -> Iterator[Variant]:
-    """Yield a mechanism as patched and, if it learns, after attention transfer; nothing if a seed changes nothing."""
+    """Yield a mechanism untrained (what it learns is calibrated) and, if it learns, after attention transfer.
+
+    There is nothing if a seed changes nothing.
+    """
     entry = ATTENTIONS.get(name)
     trains, options = entry.learned and settings.steps > 0, seed_options(entry, seed)
     if not trains and not options and seed != settings.seeds[0]:
         return
-    patched = cache(lambda: patch_model(shared_copy(exact.model), name, **options))
+
+    def start() -> PreTrainedModel:
+        model = patch_model(shared_copy(exact.model), name, **options)
+        if trains:
+            calibrate_untrained(model, inputs.train)
+        return model
+
+    patched = cache(start)
     first = Variant(name, name, patched, "untrained", seed if trains or options else None, options)
     yield first
     if not trains:

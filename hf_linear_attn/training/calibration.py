@@ -119,7 +119,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
         _observe(backbone, rows, lambda call: layers[id(call.module)].count_codes(call))
         for layer in layers.values():
             layer.weigh_codes()
-    if not all(layer.fits_keys for layer in layers.values()):
+    if any(layer.has_mix for layer in layers.values()):
         _observe(backbone, rows, lambda call: layers[id(call.module)].count_outside(call))
         for layer in layers.values():
             layer.mix()
@@ -170,6 +170,7 @@ class _Layer:
         self.linear: Any = mechanism.mechanism if isinstance(mechanism, HeadMixture) else mechanism
         self.map: Any = getattr(self.linear, "feature_map", None)
         self.fits_keys = self.map is not None and self.map.fits_keys
+        self.has_mix = isinstance(self.linear, WindowAttention) and not self.fits_keys
         self.keys: list[Tensor] = []  # `[G, n, d]`
         self.queries: list[Tensor] = []  # `[G, n, d]`
         self.codes: list[tuple[Tensor, Tensor]] = []  # shares in exact attention, log weights by the map: `[H, n, m]`
@@ -268,7 +269,7 @@ class _Layer:
 
     def count_outside(self, call: AttentionCall) -> None:
         """Keep the shares of attention outside of the exact part, of drawn queries."""
-        if self.fits_keys or not isinstance(self.linear, WindowAttention):
+        if not self.has_mix:
             return
         for block in self._blocks(call):
             outside = self._outside(block)
