@@ -37,8 +37,8 @@ PARTS: dict[str, int] = {
     "softmax": 1,
 }
 
-#: Activations whose features come with a log scale; that of "softmax", the partner of "exp", is zero.
-SCALED = frozenset({"exp-pair", "positive", "positive-pair", "exp", "softmax"})
+#: Activations whose features come with a log scale.
+SCALED = frozenset({"exp-pair", "positive", "positive-pair", "exp"})
 
 
 class FusedMap(NamedTuple):
@@ -87,7 +87,7 @@ class FusedMap(NamedTuple):
         if self.bias is not None:
             y = torch.add(y, self.bias.to(x.dtype).unsqueeze(-2), alpha=self.bias_scale)
         if self.activation == "softmax":
-            return Features(y.softmax(dim=-1), y.new_zeros(y.shape[:-1]))
+            return Features(y.softmax(dim=-1))
         if self.scaled:
             y = torch.cat([y, -y], dim=-1) if PARTS[self.activation] == 2 else y
             half = x.square().sum(dim=-1, keepdim=True) / 2 if self.activation.startswith("positive") else 0.0

@@ -61,6 +61,9 @@ BLOCKED = -1e30
 #: Lower bound of a row's stabiliser: a row that sees no key gets `exp(BLOCKED - FLOOR) = 0` everywhere, not `exp(0)`.
 FLOOR = -1e20
 
+#: Largest exponent of a linear part relative to the exact one.
+LARGEST_GAP = 60.0
+
 
 class Accumulator(NamedTuple):
     """Outputs before normalisation, relative to `exp(log_scale)`: `Σ_j w_ij [v_j, 1]` `[…, n, e + 1]`, `[…, n]`."""
@@ -147,9 +150,20 @@ def row_weights(rows: Features, columns: list[Columns], far_scale: Tensor | None
             if rows.log_scale is not None and part.keys.log_scale is not None:
                 gap = (rows.log_scale - top).unsqueeze(-1) + part.keys.log_scale.unsqueeze(-2)
                 estimate = estimate * gap.clamp(max=0.0).exp()  # at most 0 wherever it is used
+            elif rows.log_scale is not None:
+                estimate = estimate * _far_scale(rows.log_scale, None, top)
             weight = weight + estimate
         weights.append(weight)
     return weights, top
+
+
+def _far_scale(log_scale: Tensor, key_scale: Tensor | None, top: Tensor) -> Tensor:
+    """Return `exp(log_scale + key_scale - top)` `[…, n, 1]`, for rows relative to `exp(top)`.
+
+    Keys without a log scale have no part in `top`: where the exponent exceeds 60, exact weights are lost in rounding.
+    """
+    exponent = (log_scale - top).clamp(max=LARGEST_GAP) if key_scale is None else log_scale + key_scale - top
+    return exponent.exp().unsqueeze(-1)
 
 
 def gather_tokens(call: WindowedCall, log_mix: Tensor) -> tuple[WindowedCall, Tensor, Tensor | None]:
@@ -342,8 +356,8 @@ def _attend(
     far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
     weights, top = row_weights(features, columns, far_scale)
     total = features.values @ far.total
-    if features.log_scale is not None and far_scale is not None:
-        total = total * torch.exp(features.log_scale + far_scale - top).unsqueeze(-1)
+    if features.log_scale is not None:
+        total = total * _far_scale(features.log_scale, far_scale, top)
     for weight, value in zip(weights, values, strict=True):
         total = total + weight @ value
     return Accumulator(total, top)
@@ -517,8 +531,8 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
         columns.append(stored)
     weights, top = row_weights(features, columns, far_scale)
     total = features.values @ far.total
-    if features.log_scale is not None and far_scale is not None:
-        total = total * torch.exp(features.log_scale + far_scale - top).unsqueeze(-1)
+    if features.log_scale is not None:
+        total = total * _far_scale(features.log_scale, far_scale, top)
     if call.store:
         total = total + weights[1] @ stored_value
     out = divide(weights[0] @ near_value + total[..., :-1], weights[0].sum(dim=-1) + total[..., -1])

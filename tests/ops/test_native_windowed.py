@@ -232,7 +232,7 @@ def test_the_same_bits_for_any_threads_and_any_batch(dtype, causal):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("saturation", [None, 6])
 @pytest.mark.parametrize(("window", "value_dim"), [(1, 16), (5, 16), (40, 48), (5, 6)])
-@pytest.mark.parametrize("feature_map", ["hedgehog", "elu", "favor+"])
+@pytest.mark.parametrize("feature_map", ["hedgehog", "elu", "favor+", "vq"])
 def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation, dtype):
     """One token after a state has a form of its own, in either backend; states pass between them."""
     shape = (2, 4, 2, 30)
@@ -368,3 +368,27 @@ def test_the_rest_of_a_batch_changes_a_row_by_rounding_only(dtype, limit, causal
         together = attend("native", mechanism, tensors, causal, mask)[0][:1, :, :real].double()
         alone = attend("native", mechanism, [x[:1, :, :real] for x in tensors], causal)[0].double()
         assert float((together - alone).abs().max() / alone.abs().max()) <= limit
+
+
+@BOTH
+@pytest.mark.parametrize("size", [0.5, 3.0])  # of queries and keys: with the larger ones far or near keys have it all
+@pytest.mark.parametrize(("shape", "window"), [((2, 4, 2, 150), 16), ((1, 2, 1, 450), 64), ((1, 1, 1, 5), 2)], ids=str)
+def test_queries_with_a_log_scale(shape, window, size, causal):
+    """Fitted codes, whose weights have the scale of exact ones: outputs against float64, padded and step by step."""
+    mechanism = build(shape, window, "vq", value_dim=16, causal=causal)
+    tensors = inputs(shape, value_dim=16, scale=size)
+    for mask in (masks(shape, kind) for kind in ("none", "left", "holes")):
+        with torch.no_grad():
+            expected = definition(mechanism, [x.double() for x in tensors], causal, mask)
+            out = attend("native", mechanism, tensors, causal, mask)[0]
+        real = slice(None) if mask is None else mask
+        assert_near(out.transpose(1, 2)[real], expected.transpose(1, 2)[real], 2e-5)
+    if not causal:
+        return
+    with torch.no_grad():
+        whole = definition(mechanism, [x.double() for x in tensors], True, None)
+        out, state = attend("native", mechanism, [x[:, :, :-3] for x in tensors], True, return_state=True)
+        for token in range(shape[3] - 3, shape[3]):
+            now = [x[:, :, token : token + 1] for x in tensors]
+            out, state = attend("native", mechanism, now, True, state=state, return_state=True)
+            assert_near(out, whole[:, :, token : token + 1], 2e-5)

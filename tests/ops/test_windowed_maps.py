@@ -12,7 +12,7 @@ from tests.reference import naive
 from tests.small import feature_map
 
 WINDOW = 5
-MAPS = ("hedgehog", "favor+")
+MAPS = ("hedgehog", "favor+", "vq")
 
 
 def attend(causal, q, k, v, features, *, mask=None, state=None, **settings):

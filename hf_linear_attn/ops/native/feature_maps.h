@@ -19,7 +19,7 @@ enum Activation : int32_t {
   POSITIVE_PAIR = 6,  // the same with [y, -y]
   ROTATED_RELU = 7,   // (relu(y) + epsilon) [cos, sin] of the token's angle
   EXP = 8,            // exp(y); log scale: the largest y
-  SOFTMAX = 9,        // softmax(y), the partner of EXP; log scale 0
+  SOFTMAX = 9,        // softmax(y)
   PRECOMPUTED = 10,   // x, in float32, is the features themselves; forward only
 };
 
@@ -35,8 +35,7 @@ struct Map {
   float in_scale, bias_scale, alpha, epsilon, factor;
 
   bool scaled() const {
-    return scales || activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR || activation == EXP ||
-           activation == SOFTMAX;
+    return scales || activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR || activation == EXP;
   }
   int segment() const { return padded(width); }
   int features() const { return parts * segment(); }
@@ -253,7 +252,6 @@ struct FeatureBlock {
       const float high = max_of(maxima), low = max_of(-minima), top = gain * (pair && low > high ? low : high);
       shift[0][t] = separate ? gain * high : top;
       shift[1][t] = separate ? gain * low : top;
-      if (single) scale[t] = 0.0f;
       if (positive || KIND == EXP_PAIR || KIND == EXP)
         scale[t] = top - (positive ? 0.5f * map->in_scale * map->in_scale * dot(x + t * x_row, x + t * x_row, x_row) : 0.0f);
     }

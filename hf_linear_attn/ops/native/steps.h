@@ -174,13 +174,13 @@ static void update_store(const Call& c, long stream, const float* phi_k, const f
   memcpy(values + last * e, own, e * sizeof(T));
 }
 
-// The mixing weight of head h, for its query x.
-static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
+// The log mixing weight of head h, for its query x.
+static float log_mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
   const float base = static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
   const int64_t outside = c.count[b] + 1 - c.window - c.sinks - c.store;
-  if (c.store && outside <= 0) return 0.0f;  // what S holds is exact, and its estimates would not cancel exactly
+  if (c.store && outside <= 0) return -INFINITY;  // what S holds is exact, and its estimates would not cancel exactly
   const float bound = c.saturation > 0 && outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
-  return std::exp(base + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
+  return base + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound;
 }
 
 // The key or the value of the token of key-value head g.
@@ -250,7 +250,9 @@ static int windowed_step(const Call& c) {
 
       for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) {
         queries.read<T>(query_rows, b, h, 0, 1, nullptr);
-        scale_all(queries.features, queries.row, mixing_weight(c, b, h, queries.x, x_row));
+        const float log_mix = log_mixing_weight(c, b, h, queries.x, x_row);
+        const bool scaled = queries.map->scaled();
+        if (!scaled) scale_all(queries.features, queries.row, std::exp(log_mix));
         float normaliser = step_row(c, stream, 1.0f, keys.features, queries.features, value, h == g * c.repeats(), out);
         const float* errors = c.store_error + stream * n;
         if (n && h == g * c.repeats()) {
@@ -272,6 +274,11 @@ static int windowed_step(const Call& c) {
           weights[j] = is_token ? dot(queries.x, key, x_row) * c.scaling : -INFINITY;
           top = weights[j] > top || weights[j] != weights[j] ? weights[j] : top;
         }
+        const float factor = scaled ? far_factor(*queries.scale + log_mix, top) : 1.0f;
+        if (scaled) {
+          scale_all(out, e_row, factor);
+          normaliser *= factor;
+        }
         for (int j = 0; j < all; j += LANES) {
           const Vec weight = first_lanes(exp_of(load(weights + j) - top), all - j);
           store(weights + j, weight);
@@ -281,7 +288,7 @@ static int windowed_step(const Call& c) {
         if (sinks) multiply(1, e_row, sinks, sink_weights, sinks, 1, sink_value_buffer, e_row, out, e_row, true);
         for (int j = 0; j < n; ++j)
           if (errors[j] >= 0.0f) {  // S has its estimate, which does not count
-            const float estimate = dot(queries.features, stored.features + (size_t)j * stored.row, stored.row);
+            const float estimate = factor * dot(queries.features, stored.features + (size_t)j * stored.row, stored.row);
             stored_weights[j] -= estimate;
             normaliser -= estimate;
           }

@@ -81,14 +81,22 @@ static inline float query_mix(const Call& c, long h, float root, const float* x,
   return part < -c.mix_bound ? -c.mix_bound : part > c.mix_bound ? c.mix_bound : part;
 }
 
-// Multiplies the features of queries by their mixing weights.
+// Multiplies the features of queries by their mixing weights; with a log scale adds those to it.
 static void weigh_features(const Call& c, const Stream& s, long h, long start, int count, const FeatureBlock& queries) {
   const float root = std::sqrt(c.scaling);
   for (int t = 0; t < count; ++t) {
     const float from_query = query_mix(c, h, root, queries.x + (long)t * queries.x_row, queries.x_row);
-    scale_all(queries.features + (long)t * queries.row, queries.row, std::exp(s.log_mix(c, h, start + t) + from_query));
+    const float log_mix = s.log_mix(c, h, start + t) + from_query;
+    if (queries.map->scaled())
+      queries.scale[t] += log_mix;
+    else
+      scale_all(queries.features + (long)t * queries.row, queries.row, std::exp(log_mix));
   }
 }
+
+// What brings a far part relative to exp(scale) to the near part's exponent. Where it outweighs that by e^60, the near
+// part is lost in rounding anyway.
+static inline float far_factor(float scale, float top) { return top == -INFINITY ? 1.0f : std::exp(std::min(scale - top, 60.0f)); }
 
 // The matrix products and exponentials of the near part of one block: the band's columns, then the sinks'.
 struct Band {
@@ -664,6 +672,16 @@ struct Far {
     for (int t = 0; t < seeing; ++t) sums_to[t] += row_sum(weights + t * BLOCK, keys - 1);
   }
 
+  // Brings rows, which are relative to the log scales of their queries, to the near part's exponents `top`, and adds the
+  // near part's normalisers.
+  void rescale(int count, const float* top, const float* near, float* out, float* normaliser) const {
+    for (int t = 0; t < count; ++t) {
+      const float factor = t >= first_row && t < last_row ? far_factor(queries.scale[t], top[t]) : 1.0f;
+      scale_all(out + (size_t)t * state.columns, state.columns, factor);
+      normaliser[t] = normaliser[t] * factor + near[t];
+    }
+  }
+
   void add_keys(const Call& c, long start, int count) {
     if (!before->any() || before->begin >= count) return;
     const long block = (start - 2 * c.window) / BLOCK;  // among those behind each other from `window` on
@@ -693,7 +711,8 @@ static int windowed(const Call& c) {
     Far far(c, workspace);
     Band band(c, workspace, false);
     SinkRows sink_rows(c, workspace, false);
-    float *out = workspace.take(BLOCK * c.e_row()), *normaliser = workspace.take(BLOCK), *top = workspace.take(BLOCK);
+    float *out = workspace.take(BLOCK * c.e_row()), *normaliser = workspace.take(BLOCK), *top = workspace.take(BLOCK),
+          *near = workspace.take(BLOCK);
     if (!workspace.ready()) return;
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < c.batch * c.groups; ++task) {
@@ -715,7 +734,13 @@ static int windowed(const Call& c) {
           read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, far.queries.x_row);
           far.read_features(c, s, h, start);
           far.rows(count, out, normaliser);
-          band.exponentials(count, far.queries.x, c.scaling, false, top, normaliser);
+          if (far.queries.map->scaled()) {
+            memset(near, 0, count * sizeof(float));
+            band.exponentials(count, far.queries.x, c.scaling, false, top, near);
+            far.rescale(count, top, near, out, normaliser);
+          } else {
+            band.exponentials(count, far.queries.x, c.scaling, false, top, normaliser);
+          }
           band.add_to(count, out);
           const size_t index = (s.b * c.heads + h) * c.length + start;
           if (c.normaliser) memcpy(c.normaliser + index, normaliser, count * sizeof(float));
