@@ -29,9 +29,13 @@ CASES = [
     ((2, 1, 1, 300), 32, "elu"),
     ((1, 2, 2, 333), 96, "hedgehog"),
     ((1, 1, 1, 500), 160, "elu"),
+    ((2, 4, 2, 150), 16, "vq"),
+    ((1, 2, 1, 450), 64, "vq"),
 ]
 CASE = pytest.mark.parametrize(
-    ("shape", "window", "feature_map"), [CASES[1], CASES[7], *slow_rows(CASES[0], *CASES[2:7], *CASES[8:])], ids=str
+    ("shape", "window", "feature_map"),
+    [CASES[1], CASES[7], CASES[11], *slow_rows(CASES[0], *CASES[2:7], *CASES[8:11], *CASES[12:])],
+    ids=str,
 )
 
 

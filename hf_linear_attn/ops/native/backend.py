@@ -75,8 +75,6 @@ class NativeBackend:
                 return "a store of keys is fused in steps of one token only, of whole vectors and the state's dtype"
             if call.fused is not None and call.fused[1].scaled:
                 return "windows over keys with a log scale are not fused"
-            if call.fused is not None and call.fused[0].scaled and call.needs_grad():
-                return "gradients of windows over queries with a log scale are not fused"
             if not isinstance(call.log_mix, Tensor) and not _mix_matches(call.log_mix, call.query):
                 return "the mixing weights are on another device or of another shape"
         return _unavailable_reason()

@@ -103,7 +103,7 @@ struct Band {
   // Columns before those of the block's own keys (`window` in whole blocks), and all. Row t sees those from t + first to
   // t + reach.
   int before, columns, first, reach, sinks, x_row, e_row;
-  bool has_backward, has_sink_rows;
+  bool has_backward, has_sink_rows, all_relative;
   float *weights, *slopes;
   float *sink_key, *sink_key_t, *sink_value, *sink_value_t, *sink_key_gradient, *sink_value_gradient;
   int num_sinks = 0;
@@ -122,6 +122,7 @@ struct Band {
         e_row(c.e_row()),
         has_backward(backward),
         has_sink_rows(c.two_sided && c.sinks),
+        all_relative(c.query_map.scaled()),
         weights(workspace.take((size_t)(columns + sinks) * BLOCK)),
         slopes(workspace.take(backward ? (size_t)(columns + sinks) * BLOCK : 0)),
         sink_key(workspace.take((size_t)sinks * x_row)),
@@ -347,8 +348,9 @@ struct Band {
             total += product;
             ties += select(load(weight + j) >= 1.0f, splat(1.0f), Vec{});
           }
-        // Near weights are relative to the largest exponent, far weights are not: its gradient is shared by the ties.
-        const float shared = sum_of(total) / std::max(sum_of(ties), 1.0f);
+        // Near weights are relative to the largest exponent. Far weights without a log scale are not: its gradient is
+        // shared by the ties.
+        const float shared = all_relative ? 0.0f : sum_of(total) / std::max(sum_of(ties), 1.0f);
         for (const Columns& part : touched)
           for (int j = part.begin; j < part.end; j += LANES) {
             const Vec correction = select(load(weight + j) >= 1.0f, splat(shared), Vec{});

@@ -53,6 +53,7 @@ struct FarForm {
   CausalBackward& pass;
   GradientAccumulators& to;
 
+  bool is_scaled() const { return pass.queries.map->scaled(); }
   int read_keys(long start, int count, bool) {
     const long first = s.offset + start - c.window;
     pass.keys.read<T>(c.key, s.b, s.g, first, count, s.far());
@@ -62,15 +63,21 @@ struct FarForm {
   void read_queries(long h, long start, int count) {
     pass.queries.read<T>(c.query, s.b, h, start, count, s.valid() + s.offset, false);
     weigh_features(c, s, h, start, count, pass.queries);
-    const float* all = c.normaliser + (s.b * c.heads + h) * c.length;
-    for (int t = 0; t < count; ++t) pass.normaliser[t] = all[s.position_of(start + t)];
+    const float *all = c.normaliser + (s.b * c.heads + h) * c.length, *tops = c.top + (s.b * c.heads + h) * c.length;
+    for (int t = 0; t < count; ++t) {
+      const long position = s.position_of(start + t);
+      pass.normaliser[t] = all[position];
+      if (!is_scaled()) continue;
+      scale_all(pass.queries.features + (long)t * pass.queries.row, pass.queries.row,
+                far_factor(pass.queries.scale[t], tops[position]));
+    }
     row_gradients<T>(c, s.b, h, start, count, pass.normaliser, pass.back);
   }
   void write_query_gradient(long h, long start, int count) {
     const int m_row = pass.queries.row;
     for (int t = 0; t < count; ++t) {
       float *slope = pass.back.feature_gradient + (long)t * m_row, *feature = pass.queries.features + (long)t * m_row;
-      const float mix = std::exp(s.log_mix(c, h, start + t));
+      const float mix = is_scaled() ? 1.0f : std::exp(s.log_mix(c, h, start + t));  // that of an exponent needs none
       if (c.mix_gradient)
         c.mix_gradient[(s.b * c.heads + h) * c.length + s.position_of(start + t)] += dot(slope, feature, m_row);
       scale_all(slope, m_row, mix);
