@@ -80,8 +80,9 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
 
     - The codes of `vq` maps: k-means on the keys of each key-value head, and biases by which each code gets the share
       of the attention that its keys have.
-    - The log mixing weight of `window`, with any map: by bisection, so that the mean share of attention outside of
-      window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head. What is closed
+    - The log mixing weight of an encoder's `window` with other maps: by bisection, so that the mean share of attention
+      outside of window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head. In a decoder
+      an untrained map of the right weight makes the model much worse, so it is left as it is. What is closed
       (`CLOSED_MIX`) stays closed.
 
     The model runs exactly, so that every layer sees the inputs that it was trained with: two passes over the batches
@@ -170,7 +171,8 @@ class _Layer:
         self.linear: Any = mechanism.mechanism if isinstance(mechanism, HeadMixture) else mechanism
         self.map: Any = getattr(self.linear, "feature_map", None)
         self.fits_keys = self.map is not None and self.map.fits_keys
-        self.has_mix = isinstance(self.linear, WindowAttention) and not self.fits_keys
+        window = isinstance(self.linear, WindowAttention)
+        self.has_mix = window and not self.fits_keys and not self.linear.shape.causal
         self.keys: list[Tensor] = []  # `[G, n, d]`
         self.queries: list[Tensor] = []  # `[G, n, d]`
         self.codes: list[tuple[Tensor, Tensor]] = []  # shares in exact attention, log weights by the map: `[H, n, m]`

@@ -298,7 +298,6 @@ CALIBRATION_ROWS = 4
 OUTSIDE: dict[str, tuple[dict[str, Any], bool]] = {
     "nothing": ({"mix_init": CLOSED_MIX}, False),
     "hedgehog": ({"feature_map": "hedgehog"}, False),
-    "hedgehog, calibrated": ({"feature_map": "hedgehog"}, True),
     "vq, calibrated": ({"feature_map": "vq"}, True),
 }
 

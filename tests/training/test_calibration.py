@@ -67,8 +67,11 @@ def implied_shares(model: Any, far: Tensor) -> list[Tensor]:
     return [torch.stack(shares[layer::layers]).mean(0) for layer in range(layers)]
 
 
-@pytest.mark.parametrize("feature_map", ["hedgehog", "vq"])
-@pytest.mark.parametrize(("family", "causal"), [(LLAMA, True), (BERT, False)], ids=["llama", "bert"])
+@pytest.mark.parametrize(
+    ("family", "causal", "feature_map"),
+    [(LLAMA, True, "vq"), (BERT, False, "vq"), (BERT, False, "hedgehog")],
+    ids=["llama-vq", "bert-vq", "bert-hedgehog"],
+)
 def test_attention_outside_of_the_window_is_that_of_the_exact_model(
     family: Family, causal: bool, feature_map: str
 ) -> None:
