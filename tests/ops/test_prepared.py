@@ -22,9 +22,10 @@ CASES = {
     "elu": ("elu", {}),
     "hedgehog": ("hedgehog", {}),
     "favor": ("favor+", {"num_features": 40}),  # its weights are copied: the kernels read whole vectors
-    "window": ("window", {"window_size": 5, "sink_tokens": 2}),
-    "store": ("window", {"window_size": 4, "sink_tokens": 1, "store_size": 3}),
-    "mixture": ("window", {"window_size": 5, "sink_tokens": 2}),
+    "window": ("window", {"window_size": 5, "sink_tokens": 2, "mix_init": 0.0}),
+    "hedgehog outside": ("window", {"window_size": 5, "sink_tokens": 2, "feature_map": "hedgehog"}),
+    "store": ("window", {"window_size": 4, "sink_tokens": 1, "store_size": 3, "mix_init": 0.0}),
+    "mixture": ("window", {"window_size": 5, "sink_tokens": 2, "mix_init": 0.0}),
     "mixture of hedgehog": ("hedgehog", {}),
 }
 #: The exact heads of mixtures.
@@ -152,14 +153,14 @@ def test_changed_weights_reach_the_next_token(case: str, dtype: torch.dtype, cha
 
 
 def test_changed_options_reach_the_next_token() -> None:
-    decoder = Decoder("window")
+    decoder = Decoder("hedgehog outside")
     decoder.steps(3)
     decoder.module.options = replace(decoder.module.options, saturation=2)
     decoder.steps(2)
     feature_map = decoder.module.feature_map
     feature_map.options = replace(feature_map.options, temperature=0.3)
     decoder.steps(2)
-    decoder.module.feature_map = build("window").feature_map
+    decoder.module.feature_map = build("hedgehog outside").feature_map
     decoder.steps(2)
 
 
