@@ -13,7 +13,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from hf_linear_attn.ops.triton import attention, check
+from hf_linear_attn.ops import check
+from hf_linear_attn.ops.triton import attention
 from tests.ops.test_native import SCALED, build, inputs, make_call
 
 #: Bytes that one block of threads can have on the smaller GPUs of the generations since Ampere.
@@ -58,7 +59,7 @@ def main(architecture: int, size: int, names: list[str]) -> None:
                     assert call.fused is not None
                     case = check.case_of(call)._replace(learning=learning)
                     with torch.enable_grad() if learning else torch.no_grad():
-                        check.results(case, call.fused, check.attention.run, double=False)
+                        check.results(case, call.fused, attention.run, double=False)
     sys.stdout.write(f"compiled {sorted(made.items())}\n")
 
 
