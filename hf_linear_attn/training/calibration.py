@@ -190,11 +190,10 @@ class _Layer:
         allowed = call.allowed if outside is None else outside
         return self._heads(allowed & call.real_queries().unsqueeze(-1))
 
-    def _blocks(self, call: AttentionCall) -> Iterator[AttentionCall]:
-        for row in range(call.query.shape[0]):
-            ranges = sorted({drawn[:2] for seed in range(DRAWS) for drawn in query_ranges(call, seed)})
-            for start, stop in ranges:
-                yield query_block(call, slice(row, row + 1), start, stop)
+    def _blocks(self, call: AttentionCall, row: int) -> Iterator[AttentionCall]:
+        ranges = sorted({drawn[:2] for seed in range(DRAWS) for drawn in query_ranges(call, seed)})
+        for start, stop in ranges:
+            yield query_block(call, slice(row, row + 1), start, stop)
 
     def collect_keys(self, call: AttentionCall) -> None:
         """Keep the keys that a query weighs by the map, and the queries."""
@@ -219,19 +218,23 @@ class _Layer:
         """
         if not self.fits_keys:
             return
-        query_map, key_map, _ = self.map.functions(call.scaling)
-        for block in self._blocks(call):
-            outside = self._outside(block)
+        for row in range(call.query.shape[0]):
+            key = self._heads(call.key[row : row + 1]).float()
+            codes = self.map.key(key, call.scaling).values
+            repeats = self.linear.shape.num_heads // self.linear.shape.num_key_value_heads
+            self._count_row(call, row, *(part.repeat_interleave(repeats, dim=1) for part in (key, codes)))
+
+    def _count_row(self, call: AttentionCall, row: int, all_keys: Tensor, all_codes: Tensor) -> None:
+        for block in self._blocks(call, row):
+            outside, keys = self._outside(block), block.key.shape[2]
+            key, codes = all_keys[:, :, :keys], all_codes[:, :, :keys]
             counted = outside.any(dim=-1)[0, 0]
-            query, key = self._heads(block.query)[:, :, counted].float(), self._heads(block.key).float()
+            query = self._heads(block.query)[:, :, counted].float()
             outside, allowed = outside[:, :, counted].to(query), block.allowed[:, :, counted]
-            repeats = query.shape[1] // key.shape[1]
-            codes = key_map(key, 0).values.repeat_interleave(repeats, dim=1)
-            key = key.repeat_interleave(repeats, dim=1)
             logits = (query @ key.transpose(-1, -2) * block.scaling).masked_fill(~allowed, float("-inf"))
             normaliser = logits.logsumexp(dim=-1, keepdim=True)
             exact = ((logits - normaliser).exp() * outside) @ codes
-            features, log_scale = query_map(query.double(), 0)  # in float32 the smallest would be zero
+            features, log_scale = self.map.query(query.double(), call.scaling)  # in float32 the smallest would be zero
             given = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (outside @ codes).log()
             self.codes.append((exact[0], given[0]))
 
@@ -273,7 +276,7 @@ class _Layer:
         """Keep the shares of attention outside of the exact part, of drawn queries."""
         if not self.has_mix:
             return
-        for block in self._blocks(call):
+        for block in (block for row in range(call.query.shape[0]) for block in self._blocks(call, row)):
             outside = self._outside(block)
             counted = outside.any(dim=-1)[0, 0]
             exact, implied = (
