@@ -85,6 +85,7 @@ def test_a_decoder_goes_on_from_its_state(checkpoint, architecture, name, format
 @pytest.mark.parametrize("package", ["onnxscript", "transformers.exporters"])
 def test_a_missing_package_is_named(checkpoint, package, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert package in error

@@ -134,7 +134,7 @@ def test_a_trained_tokenizer_reads_any_text(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["x"], "not both"),
+        (["MODEL"], "not both"),
         (["--model_type", "gpt3"], "gpt3"),
         (["--train_tokenizer", "100"], "257"),
         (["--train_tokenizer", "null"], "train_tokenizer"),
@@ -144,6 +144,9 @@ def test_a_trained_tokenizer_reads_any_text(folder: Path, tmp_path: Path) -> Non
 def test_bad_options_of_pretraining(
     more: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = ROOT / "recipes" / "configs" / "pretrain-cpu.yaml"
+    config, model = ROOT / "recipes" / "configs" / "pretrain-cpu.yaml", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    more = [str(model) if one == "MODEL" else one for one in more]
     assert run_recipe("finetune", str(config), [*arguments_of(folder, "pretrain", tmp_path / "out"), *more]) == 1
     assert message in capsys.readouterr().err

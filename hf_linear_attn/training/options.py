@@ -188,13 +188,10 @@ class FinetuneConfig(TrainingRunConfig):
 class ConvertConfig(TrainingRunConfig):
     """Options of `convert`: (teacher) -> attention transfer -> distillation -> a measured linear model."""
 
-    exact_share: float = option(
-        0.0, "share of the key-value heads that stay exact (see `find_exact_heads`)", least=0, below=1, common=True
-    )
+    exact_share: float = option(0.0, "share of the key-value heads that stay exact", least=0, below=1, common=True)
     budget: str | None = option(
         None,
-        "decoders: choose exact heads and windows for '25% cache at 8192', '2% perplexity' or '0.05 nats', and train "
-        "briefly; no other option is needed",
+        "decoders: '25% cache at 8192' or '2% perplexity' chooses the rest",
         common=True,
     )
     control: bool = option(

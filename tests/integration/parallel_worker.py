@@ -118,7 +118,8 @@ def communication_does_not_grow() -> None:
         assert bytes_sent(causal, length) == 4 * layers * BATCH * sums
         assert bytes_sent(bidirectional, length) == 4 * layers * BATCH * 2 * sums  # of 4 heads
         edges = 4 + 2  # of a window and sinks
-        sent = 4 * (sums + groups * edges * 2 * head) + 8 * (2 + 2 * edges)
+        codes = groups * 128 * (head + 1)  # outside of the window of a decoder
+        sent = 4 * (codes + groups * edges * 2 * head) + 8 * (2 + 2 * edges)
         assert bytes_sent(decoder, length) == layers * BATCH * sent
         edges, rows = 2 * (3 + 2), 4 * 2 * 2  # borders and sinks of both ends; queries of sinks in 4 heads
         sent = 4 * (2 * sums + 4 * edges * 2 * head + rows * (head + head + 2)) + 8 * (2 + 2 * edges)

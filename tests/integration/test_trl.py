@@ -14,7 +14,7 @@ from tests.tiny_text import TOKENS, sample_text, tiny_tokenizer
 
 trl = pytest.importorskip("trl", reason="needs TRL, from the extra 'trl'")
 
-PLAN = {"default": {"attention": "window", "window_size": 4}, "0": "softmax"}
+PLAN = {"default": {"attention": "window", "window_size": 4, "mix_init": 0.0}, "0": "softmax"}
 TOKENIZER = tiny_tokenizer(eos=True)
 ROWS = [line.split() for line in sample_text(8).splitlines()]
 TEXTS = Dataset.from_list([{"text": " ".join(row[: 6 + 5 * index])} for index, row in enumerate(ROWS)])

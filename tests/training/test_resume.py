@@ -113,7 +113,7 @@ def test_stopped_in_attention_transfer(
     assert signal.signal(signal.SIGTERM, previous) is signal.SIG_DFL
     if signalled:
         assert "after step 3 of 4" in str(caught.value)
-        assert "Stored: teacher stage, teacher, patched in" in str(caught.value)
+        assert "Stored: teacher stage, teacher, calibration, patched in" in str(caught.value)
         assert str(caught.value).endswith("--resume.")
     convert(convert_config(*paths, resume=True), console=quiet())
     assert weights(paths[2]) == weights(folder / "complete")
