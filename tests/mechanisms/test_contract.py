@@ -39,7 +39,8 @@ def test_single_precision_matches_double_in_outputs_and_gradients(name, causal):
 
     def compute(module, inputs):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out, _ = run(module, *leaves, causal=causal, mask=mask)
+        # Outputs of padding mean nothing, and backends differ there.
+        out = run(module, *leaves, causal=causal, mask=mask)[0] * mask[:, None, :, None]
         cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
         return [out, *torch.autograd.grad((out * cotangent).sum(), [*leaves, *module.parameters()])]
 

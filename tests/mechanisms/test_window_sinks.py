@@ -112,7 +112,10 @@ def test_few_tokens_of_an_encoder_have_the_gradients_of_exact_attention(backend,
         weight = torch.linspace(-1, 1, tokens * 6, dtype=out.dtype).view(tokens, 6)
         grads.append(torch.autograd.grad((out[1, :, :tokens] * weight).sum(), inputs))
     for own, true in zip(*grads, strict=True):
-        assert_close(own, true, factor=10)
+        if true.abs().max() < 1e-9:  # of the query and key of a single token
+            assert own.abs().max() < 1e-5
+        else:
+            assert_close(own, true, factor=10)
 
 
 @BACKENDS
