@@ -141,6 +141,11 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
     return AttentionShape(heads, kv_heads, head_dim, value_dim, index, max_length, layer.causal)
 
 
+def predicts_next_tokens(model: PreTrainedModel) -> bool:
+    """Return whether a model is a causal language model, whose loss is that of the next tokens."""
+    return model.can_generate() and all(layer.causal for layer in self_attention(model))
+
+
 def longest_input(model: PreTrainedModel) -> int | None:
     """Return the longest input in tokens that the model's positions allow, where its config states one, else None."""
     config = model.config.get_text_config(decoder=False)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..config import LayerConfig, LinearAttentionConfig
 from ..feature_maps.base import AttentionShape
 from ..mechanisms.base import LinearAttention
-from ..mechanisms.head_mixture import HeadMixture
+from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
 from ..mechanisms.softmax import EXACT
 from ..registry import ATTENTIONS, build_options
 from . import source_guards
@@ -126,7 +126,7 @@ def build_mechanisms(model: PreTrainedModel, planned: Plan, max_length: int | No
     # Mechanisms that share parameters across layers take those of the first layer of their kind.
     owners: dict[tuple[type, str, int], LinearAttention] = {}
     for outer in built.values():
-        mechanism = outer.mechanism if isinstance(outer, HeadMixture) else outer
+        mechanism = linear_mechanism(outer)
         key = (type(mechanism), repr(mechanism.options), mechanism.shape.num_key_value_heads)
         owner = owners.setdefault(key, mechanism)
         if owner is not mechanism:
@@ -210,13 +210,12 @@ def installed_layers(model: nn.Module) -> dict[int, LayerConfig]:
     return {index: one.layer_config for index, one in contexts if one is not None and one.layer_config is not None}
 
 
-def untrained_layers(model: PreTrainedModel) -> set[int]:
-    """Return the indices of the patched layers whose mechanism has the values that it was built with."""
+def is_untrained(model: PreTrainedModel) -> bool:
+    """Return whether the mechanisms of all patched layers have the values that they were built with."""
     layers = [layer for layer in find_attention(model) if not layer.cross]
-    untrained = set()
     for index, config in installed_layers(model).items():
         own = getattr(layers[index].module, SUBMODULE)
         built = _build(model, layers[index], config, own.shape).state_dict()
-        if all(torch.equal(tensor.cpu(), built[name].cpu()) for name, tensor in own.state_dict().items()):
-            untrained.add(index)
-    return untrained
+        if not all(torch.equal(tensor.cpu(), built[name].cpu()) for name, tensor in own.state_dict().items()):
+            return False
+    return True

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ from .softmax import softmax_attention, softmax_weights
 
 #: Prefix of the entries of the state that belong to the exact heads.
 PREFIX = "exact_"
+
+
+def linear_mechanism(mechanism: Any) -> Any:
+    """Return the mechanism of the linear heads of a mixture; any other mechanism itself."""
+    return mechanism.mechanism if isinstance(mechanism, HeadMixture) else mechanism
 
 
 class HeadMixture(LinearAttention):

@@ -263,13 +263,14 @@ def _choice(run: Run, teacher: PreTrainedModel, heads: ExactHeads) -> Choice:
     """Choose exact heads and windows for the budget of the run."""
     config, data = run.config, run.data
     budget, longest = Budget.parse(str(config.budget)), max(row_lengths(data.train))
-    exact, rows = run.state["teacher"], _long_rows(run, teacher)
+    exact = run.state["teacher"]
+    rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
 
     def damage(share: float, window: int) -> float:
         options = {**config.options, "window_size": window}
         plan = heads.with_share(share).plan({"attention": config.attention, **options})
         student = patch_model(shared_copy(teacher), plan)
-        calibrate(student, leading_batches((data.collator([row]) for row in rows), CALIBRATION_TOKENS))
+        calibrate(student, rows)
         values = run.measure(f"{share:.0%} exact heads", student)
         return cast(float, cast(Any, budget.unit).damage(exact, values))
 
@@ -366,9 +367,8 @@ def _close_harmful_parts(run: Run, student: PreTrainedModel) -> PreTrainedModel:
 
     student = run.learned("linear parts", student, close, f".{SUBMODULE}.")
     layers = run.state["linear parts"]["layers"]
-    closed = [str(row["layer"]) for row in layers if not row["kept"]]
-    if closed:
-        run.say(f"Closed, since the model is better without: the linear part of {len(closed)} of {len(layers)} layers.")
+    if closed := sum(not row["kept"] for row in layers):
+        run.say(f"Closed, since the model is better without: the linear part of {closed} of {len(layers)} layers.")
     return student
 
 
@@ -392,8 +392,8 @@ def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
     train, validation = rows.select(range(max(len(rows) - count, 1))), rows.select(range(len(rows) - count, len(rows)))
     learn = partial(run.transfer, student, train, validation)
-    learned = {name: value for name, value in student.named_parameters() if f".{SUBMODULE}." in name}
-    before = {name: value.detach().clone() for name, value in learned.items()}
+    parameters = student.named_parameters()
+    before = {name: value.detach().clone() for name, value in parameters if f".{SUBMODULE}." in name}
     student = run.learned("transfer", student, learn, f".{SUBMODULE}.")
     metrics, untrained = run.measure("transferred", student), run.state["patched"]
     # Metrics of a task are too coarse for this, and distillation goes on from here.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from transformers import PreTrainedModel
 
 from ..config import DEFAULT_ATTENTION
+from ..feature_maps.base import AttentionShape
 from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.window import WindowAttention, WindowOptions
 from .budget import Budget
@@ -61,23 +63,21 @@ def choose(budget: Budget, model: PreTrainedModel, longest: int, damage: Callabl
     raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. Allow more, or use plan.")
 
 
-def cache_share(model: PreTrainedModel, share: float, window: int, length: int) -> float:
-    """Return the bytes of caches and states after `length` tokens in float32, relative to those of exact attention.
+def _by_cache(model: PreTrainedModel, limit: float, length: int) -> Choice:
+    """Choose by the bytes of caches and states after `length` tokens in float32, relative to exact attention.
 
     Layers that see a sliding window only keep their caches, and do not count.
     """
-    kept = whole = 0.0
-    for index, layer in enumerate(self_attention(model)):
-        if layer.span == "full":
-            shape = attention_shape(layer, index, None)
-            state = WindowAttention(shape, WindowOptions(window_size=window)).state_bytes()
-            whole += length * shape.token_bytes
-            kept += share * length * shape.token_bytes + (1 - share) * state
-    return kept / whole
+    layers = [(index, layer) for index, layer in enumerate(self_attention(model)) if layer.span == "full"]
+    # The index of a layer changes no size.
+    shapes = [replace(attention_shape(layer, index, None), layer_index=0) for index, layer in layers]
+    whole = length * sum(shape.token_bytes for shape in shapes)
 
+    @cache
+    def state_bytes(shape: AttentionShape, width: int) -> int:
+        return WindowAttention(shape, WindowOptions(window_size=width)).state_bytes()
 
-def _by_cache(model: PreTrainedModel, limit: float, length: int) -> Choice:
-    states = {width: cache_share(model, 0.0, width, length) for width in WINDOWS}
+    states = {width: sum(state_bytes(shape, width) for shape in shapes) / whole for width in WINDOWS}
     fitting = [width for width, share in states.items() if share <= limit]
     if not fitting:
         least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
@@ -85,5 +85,5 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int) -> Choice:
     window = max([width for width in fitting if states[width] <= WINDOW_SHARE * limit], default=fitting[0])
     # What share s of heads is exact: s + (1 - s) state = limit.
     share = (limit - states[window]) / (1 - states[window])
-    reason = f"{cache_share(model, share, window, length):.1%} of the cache at {length:,} tokens"
+    reason = f"{limit:.1%} of the cache at {length:,} tokens"
     return Choice(share, window, f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads take {reason}")

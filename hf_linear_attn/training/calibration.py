@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from ..integration.context import attention_modules
 from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
-from ..integration.install import untrained_layers
+from ..integration.install import is_untrained
 from ..integration.models import check_model, check_patched
-from ..mechanisms.head_mixture import HeadMixture
+from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
 from ..mechanisms.window import CLOSED_MIX, WindowAttention
-from ..utils.models import Batch, evaluation_mode, model_inputs
+from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
 from .losses import query_block, query_ranges
 from .sharding import is_sharded
 
@@ -104,26 +104,24 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
 
     check_model(model)
     check_patched(model)
-    if isinstance(batches, Mapping | Tensor):
-        raise TypeError("batches is one batch alone. Pass an iterable of batches, such as [batch].")
+    refuse_single_batch(batches)
     rows = list(batches)
     if not rows:
         raise ValueError("There are no batches to calibrate on.")
     modules = {id(found.module): index for index, found in enumerate(self_attention(model))}
     layers = {id(module): _Layer(modules[id(module)], module.linear_attention) for module in attention_modules(model)}
+    fitted, mixed = ({key: x for key, x in layers.items() if getattr(x, name)} for name in ("fits_keys", "has_mix"))
     whole = model.config.is_encoder_decoder or is_sharded(model)
     backbone = model if whole else model.base_model  # the head and its logits are of no use here
-    if any(layer.fits_keys for layer in layers.values()):
-        _observe(backbone, rows, lambda call: layers[id(call.module)].collect_keys(call))
-        for layer in layers.values():
-            layer.fit_keys()
-        _observe(backbone, rows, lambda call: layers[id(call.module)].count_codes(call))
-        for layer in layers.values():
-            layer.weigh_codes()
-    if any(layer.has_mix for layer in layers.values()):
-        _observe(backbone, rows, lambda call: layers[id(call.module)].count_outside(call))
-        for layer in layers.values():
-            layer.mix()
+    _observe(backbone, rows, fitted, _Layer.collect_keys)
+    for layer in fitted.values():
+        layer.fit_keys()
+    _observe(backbone, rows, fitted, _Layer.count_codes)
+    for layer in fitted.values():
+        layer.weigh_codes()
+    _observe(backbone, rows, mixed, _Layer.count_outside)
+    for layer in mixed.values():
+        layer.mix()
     table = [row for layer in layers.values() for row in layer.rows()]
     if torch.distributed.is_initialized():
         for layer in layers.values():
@@ -137,7 +135,7 @@ def calibrate_untrained(model: PreTrainedModel, batches: Iterable[Batch]) -> Non
 
     In a distributed run every process takes as many batches as the first, because a sharded model is called by all.
     """
-    if len(untrained_layers(model)) < len(list(attention_modules(model))):
+    if not is_untrained(model):
         return
     chosen = leading_batches(batches, CALIBRATION_TOKENS)
     if torch.distributed.is_initialized():
@@ -157,7 +155,17 @@ def leading_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
     return chosen
 
 
-def _observe(model: Any, batches: list[Batch], observer: Callable[[AttentionCall], None]) -> None:
+def _observe(
+    model: Any, batches: list[Batch], layers: Mapping[int, _Layer], count: Callable[[_Layer, AttentionCall], None]
+) -> None:
+    """Run the model exactly, and let some layers, by the ids of their modules, count their calls."""
+    if not layers:
+        return
+
+    def observer(call: AttentionCall) -> None:
+        if id(call.module) in layers:
+            count(layers[id(call.module)], call)
+
     with evaluation_mode(model), observe_attention(model, observer):
         for batch in batches:
             model(**model_inputs(model, batch))
@@ -168,7 +176,7 @@ class _Layer:
 
     def __init__(self, index: int, mechanism: Any) -> None:
         self.index, self.mechanism = index, mechanism
-        self.linear: Any = mechanism.mechanism if isinstance(mechanism, HeadMixture) else mechanism
+        self.linear: Any = linear_mechanism(mechanism)
         self.map: Any = getattr(self.linear, "feature_map", None)
         self.fits_keys = self.map is not None and self.map.fits_keys
         window = isinstance(self.linear, WindowAttention)
@@ -197,8 +205,6 @@ class _Layer:
 
     def collect_keys(self, call: AttentionCall) -> None:
         """Keep the keys that a query weighs by the map, and the queries."""
-        if not self.fits_keys:
-            return
         outside = self._outside(call).any(dim=1)
         for row, (queries, keys) in enumerate(zip(outside.any(dim=2), outside.any(dim=1), strict=True)):
             key, query = self._heads(call.key[row : row + 1])[0], self._heads(call.query[row : row + 1])[0]
@@ -216,8 +222,6 @@ class _Layer:
 
         Everything is relative to the exact normaliser of the query.
         """
-        if not self.fits_keys:
-            return
         for row in range(call.query.shape[0]):
             key = self._heads(call.key[row : row + 1]).float()
             codes = self.map.key(key, call.scaling).values
@@ -274,8 +278,6 @@ class _Layer:
 
     def count_outside(self, call: AttentionCall) -> None:
         """Keep the shares of attention outside of the exact part, of drawn queries."""
-        if not self.has_mix:
-            return
         for block in (block for row in range(call.query.shape[0]) for block in self._blocks(call, row)):
             outside = self._outside(block)
             counted = outside.any(dim=-1)[0, 0]

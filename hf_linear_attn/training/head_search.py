@@ -20,13 +20,13 @@ from ..config import DEFAULT_ATTENTION
 from ..data.recall_prompts import KEY, TASKS, PromptMaker, check_positions
 from ..data.text import text_rows
 from ..integration.context import attention_modules
-from ..integration.discovery import longest_input, self_attention
+from ..integration.discovery import longest_input, predicts_next_tokens, self_attention
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
 from ..utils.models import Batch, model_inputs, shared_copy
 from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
-from .losses import next_token_loss, output_divergence
+from .losses import model_loss
 from .transfer import exact_length, longest_row
 
 if TYPE_CHECKING:
@@ -254,18 +254,17 @@ def find_exact_heads(
         if isinstance(module, GradientCheckpointingLayer):  # the activations of all layers would not fit
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     gains: dict[int, Tensor] = {}
+    is_language_model = predicts_next_tokens(gated)
     with _frozen(gated):
         for batch in batches:
             inputs = model_inputs(gated, batch)
             with torch.enable_grad(), observe_attention(gated, mix):
                 outputs = gated(**inputs)
-                if causal and gated.can_generate():
-                    loss = next_token_loss(outputs.logits, inputs)
-                else:
+                exact = None
+                if not is_language_model:
                     with torch.no_grad(), exact_attention(gated):
                         exact = gated(**inputs)
-                    loss = output_divergence(outputs, exact, inputs.get("attention_mask"))
-                gradients = torch.autograd.grad(loss, list(gates.values()))
+                gradients = torch.autograd.grad(model_loss(outputs, inputs, exact), list(gates.values()))
             for layer, gradient in zip(gates, gradients, strict=True):
                 gains[layer] = gains.get(layer, 0.0) - gradient.detach().cpu() / len(batches)
     gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}

@@ -102,7 +102,17 @@ def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return temperature**2 * functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
-def next_token_loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def model_loss(outputs: Any, inputs: Mapping[str, Tensor], exact: Any | None) -> Tensor:
+    """Return the loss of the next tokens, or the divergence of outputs from those of exact attention if given.
+
+    The divergence is that of logits in nats, or `1 - cosine` of mean-pooled embeddings.
+    """
+    if exact is None:
+        return _next_token_loss(outputs.logits, inputs)
+    return _output_divergence(outputs, exact, inputs.get("attention_mask"))
+
+
+def _next_token_loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the mean loss of the next tokens of inputs, given the logits `[B, L, C]`; padding has none."""
     labels = inputs["input_ids"]
     if "attention_mask" in inputs:
@@ -110,7 +120,7 @@ def next_token_loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
-def output_divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:
+def _output_divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:
     """Return the mean divergence of outputs from exact ones, over rows, real tokens or embeddings."""
     if "logits" not in outputs:
         if "last_hidden_state" not in outputs:

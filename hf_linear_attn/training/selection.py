@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,13 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..integration.context import attention_modules
-from ..integration.discovery import self_attention
+from ..integration.discovery import predicts_next_tokens, self_attention
 from ..integration.exact import exact_attention
 from ..integration.models import check_model, check_patched
-from ..mechanisms.head_mixture import HeadMixture
+from ..mechanisms.head_mixture import linear_mechanism
 from ..mechanisms.window import CLOSED_MIX, WindowAttention
-from ..utils.models import Batch, evaluation_mode, model_inputs
-from .losses import next_token_loss, output_divergence
+from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
+from .losses import model_loss
 
 if TYPE_CHECKING:
     import pandas
@@ -59,8 +61,8 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
     tokens in a language model, and otherwise the divergence of the outputs from those of exact attention: of logits in
     nats, or `1 - cosine` of mean-pooled embeddings. Of three models, with all parts open, with those open that are
     worth something by themselves, and with none, the one with the least loss remains, and that with fewer open parts if
-    two are equal. This takes a pass over the batches for each layer with such a part, and three more. Batches must be
-    held out: a part fits its training text, and can do harm on any other.
+    two are equal. This takes a pass over the batches for each layer with such a part, and at most three more. Batches
+    must be held out: a part fits its training text, and can do harm on any other.
 
     Args:
         model: A patched model. Layers without a window, or without an open part, are left as they are.
@@ -77,66 +79,55 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
 
     check_model(model)
     check_patched(model)
-    if isinstance(batches, Mapping | Tensor):
-        raise TypeError("batches is one batch alone. Pass an iterable of batches, such as [batch].")
+    refuse_single_batch(batches)
     inputs = [model_inputs(model, batch) for batch in batches]
     if not inputs:
         raise ValueError("There are no batches to measure on.")
     numbers = {id(layer.module): index for index, layer in enumerate(self_attention(model))}
-    parts = {numbers[id(module)]: _window(module.linear_attention) for module in attention_modules(model)}
+    parts = {numbers[id(module)]: linear_mechanism(module.linear_attention) for module in attention_modules(model)}
     weights = {
-        layer: window.log_mix
-        for layer, window in sorted(parts.items())
-        if window is not None and bool((window.log_mix > CLOSED_MIX).any())
+        layer: part.log_mix
+        for layer, part in sorted(parts.items())
+        if isinstance(part, WindowAttention) and bool((part.log_mix > CLOSED_MIX).any())
     }
     if not weights:
         return LinearParts(pd.DataFrame(columns=["layer", "worth", "kept"]), {})
     with evaluation_mode(model):
-        measured = _Losses(model, inputs)
-        everything = set(weights)
-        worth = {layer: measured.loss(weights, everything - {layer}) for layer in weights}
-        with_all, without = measured.loss(weights, everything), measured.loss(weights, set())
-        worth = {layer: loss - with_all for layer, loss in worth.items()}
-        useful = {layer for layer, value in worth.items() if value > 0}
-        candidates = [(without, set()), (measured.loss(weights, useful), useful), (with_all, everything)]
-    loss, kept = min(candidates, key=lambda candidate: candidate[0])
+        exact: list[Any] = [None] * len(inputs)
+        if not predicts_next_tokens(model):
+            with exact_attention(model):
+                exact = [model(**batch) for batch in inputs]
+
+        @cache
+        def loss_with(opened: frozenset[int]) -> float:
+            with _only(opened, weights):
+                losses = [
+                    model_loss(model(**batch), batch, target) for batch, target in zip(inputs, exact, strict=True)
+                ]
+            return float(torch.stack(losses).mean())
+
+        everything, nothing = frozenset(weights), frozenset[int]()
+        with_all = loss_with(everything)
+        worth = {layer: loss_with(everything - {layer}) - with_all for layer in weights}
+        useful = frozenset(layer for layer, value in worth.items() if value > 0)
+        kept = min((nothing, useful, everything), key=loss_with)
+        losses = {"all open": with_all, "all closed": loss_with(nothing), "kept": loss_with(kept)}
     for layer, log_mix in weights.items():
         if layer not in kept:
             log_mix.fill_(CLOSED_MIX)
     rows = [(layer, value, layer in kept) for layer, value in worth.items()]
     table = pd.DataFrame(rows, columns=["layer", "worth", "kept"])
-    return LinearParts(table, {"all open": with_all, "all closed": without, "kept": loss})
+    return LinearParts(table, losses)
 
 
-def _window(mechanism: Any) -> WindowAttention | None:
-    linear = mechanism.mechanism if isinstance(mechanism, HeadMixture) else mechanism
-    return linear if isinstance(linear, WindowAttention) else None
-
-
-class _Losses:
-    """The loss of a model with some of its linear parts open."""
-
-    def __init__(self, model: Any, inputs: list[dict[str, Any]]) -> None:
-        self.model, self.inputs = model, inputs
-        self.predicts_next = model.can_generate() and all(layer.causal for layer in self_attention(model))
-        self.exact = []
-        if not self.predicts_next:
-            with exact_attention(model):
-                self.exact = [model(**batch) for batch in inputs]
-
-    def loss(self, weights: Mapping[int, Tensor], opened: set[int]) -> float:
-        before = {layer: log_mix.clone() for layer, log_mix in weights.items() if layer not in opened}
+@contextmanager
+def _only(opened: frozenset[int], weights: Mapping[int, Tensor]) -> Iterator[None]:
+    """Context manager in which the log mixing weights of all other layers close their parts."""
+    before = {layer: log_mix.clone() for layer, log_mix in weights.items() if layer not in opened}
+    try:
         for layer in before:
             weights[layer].fill_(CLOSED_MIX)
-        try:
-            if self.predicts_next:
-                losses = [next_token_loss(self.model(**batch).logits, batch) for batch in self.inputs]
-            else:
-                pairs = zip(self.inputs, self.exact, strict=True)
-                losses = [
-                    output_divergence(self.model(**batch), exact, batch.get("attention_mask")) for batch, exact in pairs
-                ]
-        finally:
-            for layer, log_mix in before.items():
-                weights[layer].copy_(log_mix)
-        return float(torch.stack(losses).mean())
+        yield
+    finally:
+        for layer, log_mix in before.items():
+            weights[layer].copy_(log_mix)

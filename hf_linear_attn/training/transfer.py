@@ -29,7 +29,7 @@ from ..integration.exact import AttentionCall, observe_attention
 from ..integration.models import check_model, check_patched
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
-from ..utils.models import Batch, evaluation_mode, model_inputs
+from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
 from ..utils.options import check_value
 from .calibration import calibrate_untrained
 from .losses import layer_loss
@@ -180,8 +180,7 @@ def transfer_attention(
         save_every=save_every,
     )
     for name, value in (("batches", batches), ("validation", validation)):
-        if isinstance(value, (Mapping, Tensor)):
-            raise TypeError(f"{name} is one batch alone. Pass an iterable of batches, such as [batch].")
+        refuse_single_batch(value, name)
     check_model(model)
     check_patched(model)
     if not any(True for mechanism in _mechanisms(model) for _ in mechanism.parameters()):

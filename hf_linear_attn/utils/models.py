@@ -78,6 +78,12 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+def refuse_single_batch(batches: Any, name: str = "batches") -> None:
+    """Raise a TypeError that names the argument if it is one batch instead of an iterable of batches."""
+    if isinstance(batches, Mapping | Tensor):
+        raise TypeError(f"{name} is one batch alone. Pass an iterable of batches, such as [batch].")
+
+
 def torch_device(name: str) -> Any:
     """Return the torch device of a name such as `"cpu"` or `"cuda:0"`; a ValueError if there is no such device."""
     try:

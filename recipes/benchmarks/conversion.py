@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -332,6 +332,7 @@ def linear_part(
     tokenizer = load_tokenizer(TrainingRunConfig(model=model))
     facts, settings = {"model": Path(model).name}, {"length": length, "rows": rows, "calibrated on": Path(dataset).name}
 
+    @cache
     def rows_of(path: str, count: int) -> list[list[int]]:
         documents = text_documents(Path(path), "auto")
         return packed_rows(tokenizer, documents, length)[:count]
