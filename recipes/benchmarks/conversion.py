@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.files import text_documents
-from hf_linear_attn.data.task_data import load_splits
 from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
 from hf_linear_attn.measure.quality import measure_perplexity
@@ -151,95 +150,6 @@ def _converted(config: ConvertConfig, exact: FinetuneConfig) -> Rows:
     seconds = round(time.perf_counter() - began, 1)
     facts = {name: results[name] for name in ("learned_parameters", "data")}
     return [{"metric": results["goal"]["metric"], **stages, "seconds": seconds, **facts}]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Language models
-
-#: Mechanism and options of each variant. A mixing weight of e^-30 switches the part outside of the window off.
-LM_VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
-    CONTROL: (None, {}),
-    "window + hedgehog": ("window", {}),
-    "hedgehog": ("hedgehog", {}),
-    "window only": ("window", {"mix_init": CLOSED_MIX}),
-    "gla": ("gla", {}),
-    "gated-delta": ("gated-delta", {}),
-    "linformer-causal": ("linformer-causal", {}),
-    "elu": ("elu", {}),
-    "favor+": ("favor+", {}),
-}
-
-
-def lm(
-    model: str,
-    text: str,
-    config: str = str(CONFIGS / "lm.yaml"),
-    variants: tuple[str, ...] = tuple(LM_VARIANTS),
-    window: int = 64,
-    contexts: tuple[int, ...] | None = None,
-    tokens: int = 50_000,
-    seeds: tuple[int, ...] = (0,),
-) -> Cells:
-    """What converting a decoder costs in perplexity, beside the equally tuned exact model, and at which positions.
-
-    Perplexity is measured on held-out documents, with windows half a window apart. Needs the train extra.
-
-    Args:
-        model: The pretrained decoder.
-        text: Text file, folder or data set.
-        config: YAML file with the options of the conversion.
-        variants: Names in LM_VARIANTS.
-        window: Tokens of the exact window.
-        contexts: Contexts to measure at; by default data.max_length.
-        tokens: Held-out tokens to measure on.
-        seeds: Of data, training and random features.
-    """
-    base = read_config(config)
-    base = replace(base, model=model, data=replace(base.data, dataset=text))
-    trained_at = base.data.max_length or 512
-    read_documents = partial(_validation_documents, base, tokens)
-    for seed in seeds:
-        measured_at = tuple(contexts or (trained_at,))
-        facts = {"model": Path(model).name, "window": window, "seed": seed, "trained_at": trained_at}
-        pretrained = {"variant": "pretrained", "transfer_steps": 0, "steps": 0}
-        yield Cell(
-            facts,
-            partial(_perplexities, model, read_documents, measured_at, pretrained),
-            {"tokens": tokens, **pretrained},
-        )
-        for name in variants:
-            attention, options = LM_VARIANTS[name]
-            options = {**options, "window_size": window} if attention == "window" else options
-            changed = replace(base, attention=attention, options=options, seed=seed, control=attention is None)
-            call = partial(_converted_lm, changed, read_documents, measured_at, {"variant": name})
-            settings = {"tokens": tokens, "contexts": measured_at, **without_paths(asdict(changed))}
-            yield Cell({**facts, "variant": name}, call, settings)
-
-
-def _validation_documents(base: ConvertConfig, tokens: int) -> list[list[int]]:
-    """Held-out text, as one row of token ids."""
-    column = base.data.text_columns[0]
-    data = load_splits(base.data, (column,))
-    return packed_rows(AutoTokenizer.from_pretrained(str(base.model)), data["validation"][column], tokens)[:1]
-
-
-def _perplexities(path: str, read_documents: Any, contexts: Sequence[int], facts: dict[str, Any]) -> Rows:
-    """A row for each context: token-weighted perplexity, and the loss in each eighth of the window."""
-    is_patched = getattr(AutoConfig.from_pretrained(path), "linear_attention", None) is not None
-    model: Any = (hla.load_pretrained if is_patched else AutoModelForCausalLM.from_pretrained)(path)
-    documents = read_documents()
-    return [
-        {**facts, **asdict(measure_perplexity(model.eval(), documents, context=size, stride=size // 2, batch_size=8))}
-        for size in contexts
-    ]
-
-
-def _converted_lm(config: ConvertConfig, read_documents: Any, contexts: Sequence[int], facts: dict[str, Any]) -> Rows:
-    with tempfile.TemporaryDirectory() as folder:
-        results = training.convert(replace(config, output=f"{folder}/converted"), console=Console(stderr=True))
-        stages = results["stages"]
-        steps = {"transfer_steps": stages.get("transfer", {}).get("step", 0), "steps": stages["distill"]["step"]}
-        return _perplexities(f"{folder}/converted/model", read_documents, contexts, {**facts, **steps})
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""What deployment costs and gains: ONNX Runtime, int8 weights, packed documents."""
+"""What deployment costs and gains: ONNX Runtime and int8 weights."""
 
 from __future__ import annotations
 
 import io
 import resource
-import statistics
 import tempfile
 import time
 import warnings
@@ -295,85 +294,3 @@ SCHEMES: dict[str, Callable[[Any], Any]] = {
     "torch.ao.quantize_dynamic": _torch_dynamic,
     "bitsandbytes": _bitsandbytes,
 }
-
-# --------------------------------------------------------------------------------------------------------------------
-# Packed documents
-
-VOCABULARY = 1000
-
-
-def packing(
-    attention: tuple[str, ...] = ("hedgehog", "window"),
-    text: str | None = None,
-    max_length: int = 512,
-    batch_size: int = 16,
-    batches: int = 8,
-) -> Cells:
-    """What packing saves: documents as padded batches, and the same documents packed into one row.
-
-    The models are small and have random weights: only the lengths of the documents, a word counted as a token, decide
-    what padding costs. The speedup is that of a forward and backward pass, both forms of a batch in turn; the
-    difference is the largest one of the outputs, relative to the largest output. Two minutes.
-
-    Args:
-        attention: Names of mechanisms.
-        text: Text file; by default docstrings of the standard library.
-        max_length: Documents are cut to so many tokens.
-        batch_size: Documents of a batch.
-        batches: Number of batches.
-    """
-    import torch
-
-    from hf_linear_attn.data.text import read_text
-
-    generator = torch.Generator().manual_seed(0)
-    lengths = [max(min(len(document.split()), max_length), 2) for document in read_text(text).train]
-    order = torch.randperm(len(lengths), generator=generator)[: batch_size * batches].tolist()
-    documents = [torch.randint(1, VOCABULARY, (lengths[k],), generator=generator).tolist() for k in order]
-    groups = [documents[start : start + batch_size] for start in range(0, len(documents), batch_size)]
-    facts = {
-        "packed_tokens": sum(map(len, documents)),
-        "padded_tokens": sum(len(group) * max(map(len, group)) for group in groups),
-    }
-    for name in attention:
-        for direction in ("both", "causal"):
-            call = partial(_packed_and_padded, name, direction, groups, max_length)
-            yield Cell({"attention": name, "direction": direction, **facts}, call, {"max_length": max_length})
-
-
-def _packed_and_padded(attention: str, direction: str, groups: Sequence[list[list[int]]], max_length: int) -> Rows:
-    import torch
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-
-    import hf_linear_attn as hla
-    from hf_linear_attn.data.text import padded_batches
-
-    torch.manual_seed(0)
-    bert = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
-    gpt2: dict[str, Any] = {"n_embd": 128, "n_layer": 4, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
-    model: Any = (
-        BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=max_length, **bert))
-        if direction == "both"
-        else GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=max_length, use_cache=False, **gpt2))
-    )
-    hla.patch_model(model.eval(), attention)
-
-    def timed(inputs: Any) -> tuple[Any, float]:
-        model.zero_grad()
-        began = time.perf_counter()
-        logits = model(**inputs).logits
-        logits.square().mean().backward()
-        return logits.detach(), time.perf_counter() - began
-
-    speedups, difference = [], 0.0
-    for number, group in enumerate([groups[0], *groups]):  # the first one warms up
-        padded = padded_batches(group, len(group), 0)[0]
-        positions = torch.cat([torch.arange(len(document)) for document in group])
-        tokens = torch.tensor([[token for document in group for token in document]])
-        wide, slow = timed(padded)
-        flat, fast = timed({"input_ids": tokens, "position_ids": positions[None]})
-        if number:
-            speedups.append(slow / fast)
-            unpadded = wide[padded["attention_mask"].bool()]
-            difference = max(difference, float((unpadded - flat[0]).abs().max() / unpadded.abs().max()))
-    return [{"speedup": statistics.median(speedups), "speedups": sorted(speedups), "difference": difference}]

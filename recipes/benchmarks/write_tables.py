@@ -227,58 +227,8 @@ def transfer_cost_table(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def profile_tables(results: Results) -> str:
-    """What the torch forms, the native kernels and a decoding step spend their time on."""
-    by_part = dict(list(results.rows.groupby("part")))
-    peaks = by_part["product"].set_index("dtype")["operations_per_second"]
-    rates = " and ".join(f"{peak / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, peak in peaks.items())
-    forms, steps = by_part["torch form"], by_part["step"]
-    shares = {name.removeprefix("shares."): forms[name].map(percent) for name in forms if name.startswith("shares.")}
-    over = (forms["seconds"] / forms["products_seconds"]).map("{:.1f}".format)
-    columns = {"torch form, float32": _of_direction(forms), "features": forms["features"].map("{:.0f}".format)}
-    parts = [
-        f"{results.machine}; {results.settings['length']:,} tokens, 12 heads of 64. One large matrix product of "
-        f"PyTorch: {rates}.",
-        to_markdown(pd.DataFrame({**columns, "time over products alone": over, **shares})),
-    ]
-    for dtype, rows in by_part["native kernel"].groupby("dtype", sort=False):
-        rate = rows["operations_per_second"]
-        columns = {
-            f"native kernel, {dtype}": _of_direction(rows),
-            "multiplications per token and head": rows["multiplications"].map("{:,.0f}".format),
-            "GFLOP/s of all products": (rate / 1e9).map("{:,.0f}".format),
-            "of one large product": (rate / peaks[dtype]).map(percent),
-            "times as fast as the torch form": (rows["torch_seconds"] / rows["seconds"]).map("{:.1f}".format),
-        }
-        parts.append(to_markdown(pd.DataFrame(columns)))
-    titles = {"a step": "seconds", "of this its kernel": "kernel_seconds", "the state's own update": "floor_seconds"}
-    names = [f"`{row['attention']}`, {row['features']:.0f} features" for _, row in steps.iterrows()]
-    columns = {title: (1e6 * steps[name]).map("{:.1f}".format) for title, name in titles.items()}
-    return "\n\n".join([*parts, to_markdown(pd.DataFrame({"decoding step, µs": names, **columns}))])
-
-
-def _of_direction(rows: pd.DataFrame) -> pd.Series:
-    return "`" + rows["attention"] + "`, " + rows["direction"]
-
-
 # --------------------------------------------------------------------------------------------------------------------
-# Deployment: packing, ONNX Runtime, int8 weights, streams
-
-
-def packing_summary(results: Results) -> str:
-    """What packing saves, in a sentence."""
-    settings, first = results.settings, results.rows.iloc[0]
-    kinds = {"both": "encoder", "causal": "decoder"}
-    speedups = [
-        f"{row['speedup']:.2f}× `{row['attention']}` {kinds[row['direction']]}" for _, row in results.rows.iterrows()
-    ]
-    return (
-        f"`python -m recipes.benchmarks packing`, {settings['documents']} documents ({settings['text']}) in batches of "
-        f"{settings['batch_size']}, cut to {settings['max_length']} tokens: {first['packed_tokens']:,} tokens, "
-        f"{first['padded_tokens']:,} with padding ({first['padded_tokens'] / first['packed_tokens']:.2f}×). A forward "
-        f"and backward pass of small models on the packed form is faster by {', '.join(speedups)} ({results.machine}; "
-        "medians over batches, both forms interleaved)."
-    )
+# Deployment: ONNX Runtime, int8 weights, streams
 
 
 def onnx_table(results: Results) -> str:
@@ -414,25 +364,6 @@ def conversion_table() -> str:
         lines.append({**line, "recovered after distillation": recovered(distilled, control)})
     titles = {"stsb": "STS-B, Pearson", "mrpc": "MRPC, accuracy", "sst2": "SST-2, accuracy"}
     return to_markdown(pd.DataFrame(lines).rename(columns=titles), text_columns=2)
-
-
-def lm_tables(results: Results) -> str:
-    """One table for each decoder: perplexity of every variant after the same steps."""
-    parts = []
-    for model, rows in results.rows.groupby("model", sort=False):
-        first = rows.iloc[0]
-        cells = rows.groupby(["variant", "context"], sort=False)["perplexity"].mean().unstack()
-        steps = rows.groupby("variant")[["transfer_steps", "steps"]].first().loc[cells.index]
-        behind = 100 * (cells.iloc[:, 0] / cells.iloc[:, 0].get("softmax", float("nan")) - 1)
-        table = cells.map("{:.2f}".format).rename(columns="context {}".format).rename_axis("", axis=0)
-        table.insert(0, "steps (transfer + tuning)", [f"{a} + {b}" for a, b in steps.to_numpy()])
-        table["to the tuned exact model"] = behind.map("{:+.1f} %".format).where(table.index != "pretrained", "")
-        parts.append(
-            f"**{model}**, trained on sequences of {first['trained_at']} tokens; window of {first['window']} tokens; "
-            f"perplexity over {first['tokens']:,} held-out tokens, half a context apart:\n\n"
-            + to_markdown(table.reset_index(), text_columns=2)
-        )
-    return "\n\n".join(parts)
 
 
 def transfer_loss_table(folder: Path = RESULTS / "transfer-loss") -> str:
@@ -652,11 +583,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "compiled": lambda: compiled_table(Results.read("compiled.json")),
     "fidelity": lambda: fidelity_tables(Results.read("fidelity.json")),
     "linear-part": lambda: linear_part_table(Results.read("linear-part.json")),
-    "lm": lambda: lm_tables(Results.read("lm.json")),
     "memory": lambda: memory_tables(Results.read("memory.json")),
     "onnx": lambda: onnx_table(Results.read("onnx.json")),
-    "packing": lambda: packing_summary(Results.read("packing.json")),
-    "profile": lambda: profile_tables(Results.read("profile.json")),
     "quantization": lambda: quantization_table(Results.read("quantization.json")),
     "stream": lambda: stream_table(Results.read("stream.json")),
     "transfer-cost": lambda: transfer_cost_table(Results.read("transfer-cost.json")),

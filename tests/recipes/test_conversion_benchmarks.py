@@ -1,4 +1,4 @@
-"""The benchmarks of conversions on tiny models: GLUE, perplexity, fidelity, long proteins."""
+"""The benchmarks of conversions on tiny models: GLUE, fidelity, long proteins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cases import entries, serves
 from tests.recipes.benchmark_runs import rows_of
 from tests.tiny_models import save_checkpoint
 from tests.tiny_text import TOKENS
-from tests.training.tiny_runs import save_decoder, save_encoder, save_text
+from tests.training.tiny_runs import save_encoder, save_text
 
 BATCH = {"per_device_train_batch_size": 4}
 STAGE = {"max_steps": 2, **BATCH}
@@ -35,7 +35,7 @@ def short_config(path: Path, name: str, **changes: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["glue", "lm", "proteins"])
+@pytest.mark.parametrize("name", ["glue", "proteins"])
 def test_committed_options_can_be_read(name: str) -> None:
     assert conversion.read_config(conversion.CONFIGS / f"{name}.yaml").save_steps == 0
 
@@ -56,18 +56,6 @@ def test_glue(tmp_path: Path) -> None:
         assert 0 <= row["distilled"][row["metric"]] <= 1
         assert ("patched" in row) is (row["mechanism"] != "softmax")
         assert ("transferred" in row) is (row["mechanism"] == "window of 8")
-
-
-@pytest.mark.slow
-def test_perplexity(tmp_path: Path) -> None:
-    model, text = save_decoder(tmp_path / "decoder"), save_text(tmp_path / "text")
-    config = short_config(tmp_path / "lm.yaml", "lm", data={"max_length": 24}, device="cpu")
-    options: dict[str, Any] = {"model": str(model), "text": str(text), "config": config, "tokens": 200}
-    rows = rows_of("lm", tmp_path / "out", **options, variants=("softmax", "window only"), window=4, contexts=(24, 48))
-    expected = [(name, context) for name in ("pretrained", "softmax", "window only") for context in (24, 48)]
-    assert [(row["variant"], row["context"]) for row in rows] == expected
-    assert [(row["transfer_steps"], row["steps"]) for row in rows[::2]] == [(0, 0), (0, 2), (2, 2)]
-    assert all(row["perplexity"] > 1 and row["trained_at"] == 24 for row in rows)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The benchmarks of streams, packing and int8 weights on tiny models and texts."""
+"""The benchmarks of streams and int8 weights on tiny models and texts."""
 
 from __future__ import annotations
 
@@ -64,22 +64,6 @@ def test_a_patched_checkpoint_is_read_as_it_is(folder: Path, tmp_path: Path) -> 
     AutoTokenizer.from_pretrained(folder / "decoder").save_pretrained(tmp_path / "patched")
     (row,) = read(folder, tmp_path / "out", model=str(tmp_path / "patched"))
     assert len({line["state_bytes"] for line in row["lines"]}) == 1
-
-
-def test_packed_and_padded_documents_compute_the_same(tmp_path: Path) -> None:
-    documents = [
-        " ".join(f"word{k}" for k in range(start, start + (3, 40, 12, 80, 7, 25)[start % 6])) for start in range(90)
-    ]
-    (tmp_path / "text.txt").write_text("<|endoftext|>".join(documents), encoding="utf-8")
-    small: dict[str, Any] = {"text": str(tmp_path / "text.txt"), "max_length": 64, "batch_size": 4, "batches": 2}
-    with pytest.raises(NotImplementedError, match="cannot be bidirectional"):
-        rows_of("packing", tmp_path / "no", **small, attention=("linformer-causal",))
-    rows = rows_of("packing", tmp_path / "out", **small, attention=("elu",))
-    assert [row["direction"] for row in rows] == ["both", "causal"]
-    for row in rows:
-        assert row["packed_tokens"] < row["padded_tokens"]
-        assert row["difference"] < 2e-5
-        assert len(row["speedups"]) == 2
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_linear_attn.ops.native.backend import unavailable_reason
-from recipes.benchmarks import attention, gpu, profile, workloads
+from recipes.benchmarks import attention, gpu, workloads
 from recipes.benchmarks.workloads import Inputs
 from tests.cases import every_mechanism
 from tests.comparing import relative_error
@@ -211,22 +210,3 @@ def test_peers_run_where_they_are_installed(name: str) -> None:
         pytest.skip(f"{name.partition(':')[0]} is not installed, or does not run on a CPU")
     out: Any = found[name].call(setting, inputs := setting.inputs(64))()
     assert out.shape == inputs.query.shape
-
-
-@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
-@torch.no_grad()
-@pytest.mark.parametrize(("causal", "expected"), [(False, 61_568), (True, 47_616)])
-def test_products_of_a_window_are_counted(causal: bool, expected: int) -> None:
-    (row,) = profile.native_kernel("window", 64, causal, "float32")
-    assert row["multiplications"] == expected
-    assert row["operations_per_second"] * row["seconds"] == pytest.approx(2 * 12 * 64 * expected)
-
-
-@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
-def test_parts_of_the_profile() -> None:
-    (row,) = profile.step("elu")
-    assert 0 < row["kernel_seconds"] < row["seconds"]
-    assert row["floor_seconds"] > 0
-    (form,) = profile.torch_form("elu", 64, True)
-    assert form["features"] == 64
-    assert sum(form["shares"].values()) == pytest.approx(1)
