@@ -13,9 +13,19 @@ encoder, fine-tuned or not (`--teacher.num_train_epochs 0` for one that is). GLU
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hf_linear_attn.cli import run_recipe
+import hf_linear_attn as hla
+from hf_linear_attn.cli import parse_verb, with_default_config
+from hf_linear_attn.cli.parser import exit_code
+
+CONFIG = Path(__file__).parent / "configs" / "glue-cpu.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    hla.convert(parse_verb("convert", with_default_config(arguments, CONFIG)))
+
 
 if __name__ == "__main__":
-    sys.exit(run_recipe("convert", str(Path(__file__).parent / "configs" / "glue-cpu.yaml")))
+    sys.exit(exit_code(main))

@@ -12,9 +12,19 @@ do: `--data.task null --data.dataset FILE --data.text_columns COLUMN`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hf_linear_attn.cli import run_recipe
+import hf_linear_attn as hla
+from hf_linear_attn.cli import parse_verb, with_default_config
+from hf_linear_attn.cli.parser import exit_code
+
+CONFIG = Path(__file__).parent / "configs" / "long-documents-cpu.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    hla.convert(parse_verb("convert", with_default_config(arguments, CONFIG)))
+
 
 if __name__ == "__main__":
-    sys.exit(run_recipe("convert", str(Path(__file__).parent / "configs" / "long-documents-cpu.yaml")))
+    sys.exit(exit_code(main))

@@ -12,9 +12,19 @@ names the column.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hf_linear_attn.cli import run_recipe
+import hf_linear_attn as hla
+from hf_linear_attn.cli import parse_verb, with_default_config
+from hf_linear_attn.cli.parser import exit_code
+
+CONFIG = Path(__file__).parent / "configs" / "pretrain-cpu.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    hla.finetune(parse_verb("finetune", with_default_config(arguments, CONFIG)))
+
 
 if __name__ == "__main__":
-    sys.exit(run_recipe("finetune", str(Path(__file__).parent / "configs" / "pretrain-cpu.yaml")))
+    sys.exit(exit_code(main))

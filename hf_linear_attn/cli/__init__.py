@@ -8,6 +8,7 @@ import io
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..utils.formatting import near_matches
@@ -45,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: _run_verb(name, options), traceback=options != rest)
 
 
-def _run_verb(name: str, arguments: Sequence[str]) -> int:
+def _run_verb(name: str, arguments: Sequence[str]) -> int | None:
     """Run a verb and return its exit code. A model that is not there is an error before torch is loaded."""
     from ..utils.sources import read_config_file
 
     verb, config = load_verb(name), parse_verb(name, arguments)
     if "model" in verb.positionals and config.model is not None:
         read_config_file(config.model, getattr(config, "revision", None))
-    return verb.run(config) or 0
+    return verb.run(config)
 
 
 def load_verb(name: str) -> Verb:
@@ -75,16 +76,11 @@ def parse_verb(name: str, arguments: Sequence[str]) -> Any:
     )
 
 
-def with_default_config(arguments: Sequence[str] | None, default_config: str) -> list[str]:
+def with_default_config(arguments: Sequence[str] | None, default_config: str | Path) -> list[str]:
     """Return the arguments (None: those of the process) with the YAML file of a recipe, unless they name another."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     is_named = any(argument == "--config" or argument.startswith("--config=") for argument in argv)
-    return argv if is_named else ["--config", default_config, *argv]
-
-
-def run_recipe(verb: str, default_config: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a verb with the YAML file of a recipe, or with the one that the arguments name, and return the exit code."""
-    return main([verb, *with_default_config(arguments, default_config)])
+    return argv if is_named else ["--config", str(default_config), *argv]
 
 
 def overview() -> str:

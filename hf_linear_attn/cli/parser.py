@@ -179,14 +179,14 @@ def _similar(name: str, known: Sequence[str]) -> str:
     return near_matches(f"--{name}", [f"--{option}" for option in known]) or " See --help all."
 
 
-def exit_code(command: Callable[[], int], *, traceback: bool = False) -> int:
+def exit_code(command: Callable[[], int | None], *, traceback: bool = False) -> int:
     """Run a command and return its exit code: expected errors become one line on stderr.
 
-    That is the command's own exit code, or 1 for an expected error (which `traceback` raises instead), 2 for wrong
-    usage (an `OptionError` or an `ArgumentError`), 130 for Ctrl-C.
+    That is the command's own exit code (None stands for 0), or 1 for an expected error (which `traceback` raises
+    instead), 2 for wrong usage (an `OptionError` or an `ArgumentError`), 130 for Ctrl-C.
     """
     try:
-        return command()
+        return command() or 0
     except SystemExit as finished:
         return finished.code if isinstance(finished.code, int) else 2
     except KeyboardInterrupt:
