@@ -112,17 +112,3 @@ class Budget:
         expected, actual = (MODEL_KINDS[name][0] for name in (self.unit.measurement, measurement))
         remedy = f"Give a budget such as {units[0].example!r} or '2x at 4096'."
         raise ValueError(f"The budget {self.text!r} is for {expected}; this is {actual}. {remedy}")
-
-    def accepts(self, row: Mapping[str, Any], *, informative: bool) -> bool:
-        """Return whether a row of the curve is within the budget. `informative`: whether its quality says anything."""
-        if self.unit is None:
-            cost = self.cost_of(row)
-            return cost >= self.limit if self.cost == "speedup" else 100 * cost <= self.limit
-        return informative and row["damage"] is not None and row["damage"] <= self.limit and not row["chance"]
-
-    def cost_of(self, row: Mapping[str, Any]) -> float:
-        """Return the speedup of a row of the curve at the budget's length, or its share of the exact model's cache."""
-        return row[self.cost][str(self.length)]
-
-    def format_cost(self, row: Mapping[str, Any]) -> str:
-        return ("{:.2f}×" if self.cost == "speedup" else "{:.1%} of the cache").format(self.cost_of(row))

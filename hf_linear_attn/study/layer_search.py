@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,13 +24,10 @@ from ..utils.models import shared_copy
 from ..utils.timing import is_measurable
 from .budget import MODEL_KINDS, Budget, DamageUnit
 from .inputs import Measurement, score_of
-from .plan_result import PlanResult, plan_of
+from .plan_result import Candidate, PlanResult
 from .study import Study
 from .variants import Loader, Variant
 from .variants import references as references_of
-
-References = Mapping[str, Mapping[str, Any]]
-"""The values of the exact model and of that without attention, by data set."""
 
 
 def mechanisms_of(patched: PreTrainedModel) -> dict[str, dict[str, Any]]:
@@ -80,105 +77,106 @@ class LayerSearch:
 
     def run(self) -> PlanResult:
         """Measure, choose and verify."""
-        budget, unit, mechanisms = self.budget, self.unit, mechanisms_of(self.patched)
-        references = self.references()
-        informative = all(self.assess(references, data, references[data]).valid for data in self.measurements)
-        path = self.by_heads(mechanisms) if self.heads else None
-        single_layers = [] if path is not None else self.single_layers(references, mechanisms)
-        path = self.by_layers(single_layers) if path is None else path
-        lengths: dict[str, set[Any]] = {"speedup": {*self.lengths}, "cache": set()}
-        if budget.unit is None:
-            lengths[budget.cost].add(budget.length)
-        exact = {"divergence": 0.0, "score": references["choice"]["score"], "damage": 0.0, "chance": False}
-        costs = {name: {str(length): 1.0 for length in sorted(values)} for name, values in lengths.items()}
-        curve = [{"count": 0, "added": None, "layers": [], "exact_heads": {}, **exact, **costs, "unsure": []}]
-        for index, row in enumerate(path):
-            status = (f"models with linear {self.part}", index, len(path))
-            curve.append({**row, **self.quality(references, "choice", row, status), "speedup": {}, "cache": {}})
-        for cost, length in ((cost, length) for cost, values in lengths.items() for length in sorted(values)):
-            for index, row in enumerate(curve[1:]):
+        budget, unit, score = self.budget, self.unit, self.score
+        references = self.references
+        informative = all(self.assess(data, references[data]).valid for data in self.measurements)
+        single_layers = [] if self.heads else self.single_layers()
+        path = self.by_heads() if self.heads else self.by_layers(single_layers)
+        part = "key-value heads" if self.heads else "layers"
+        measured = []
+        for index, one in enumerate(path):
+            self.study.status(f"models with linear {part}", index, len(path))
+            measured.append(self.with_quality(one, "choice"))
+        exact = Candidate(divergence=0.0, score=references["choice"]["score"], damage=0.0)
+        for cost, length in self.costs():
+            getattr(exact, cost)[str(length)] = 1.0
+            for index, one in enumerate(measured):
                 self.study.status(f"{cost} at {length:,} tokens", index, len(path))
-                self.add_cost(row, cost, "choice", length, self.seconds)
-        chosen, within_budget = self.choose(curve[1:], informative)
+                measured[index] = self.with_cost(one, cost, length, "choice", self.seconds)
+        chosen, within_budget = self.choose(measured, informative)
         self.study.status("verification", 0, 1)
-        verified = {**self.quality(references, "verification", chosen), "speedup": {}, "cache": chosen["cache"]}
+        verified = self.with_quality(replace(chosen, speedup={}, unsure=[]), "verification")
         if budget.cost == "speedup" and budget.length:
-            timed = {**chosen, "speedup": verified["speedup"]}
-            self.add_cost(timed, "speedup", "verification", budget.length, 3 * self.seconds)
-        divergence = MODEL_KINDS[unit.measurement][1]
+            verified = self.with_cost(verified, "speedup", budget.length, "verification", 3 * self.seconds)
         return PlanResult(
             budget=budget,
             unit=unit,
-            score={"title": self.score.title, "digits": self.score.digits, "divergence": divergence},
+            score={"title": score.title, "digits": score.digits, "divergence": MODEL_KINDS[unit.measurement][1]},
             baseline=str(self.exact.config._attn_implementation),
-            attention=next(iter(mechanisms.values()))["attention"],
-            mechanisms=mechanisms,
-            part=self.part,
+            attention=next(iter(self.mechanisms.values()))["attention"],
+            mechanisms=self.mechanisms,
+            part=part,
             total=len(self.heads[0].table) if self.heads else len(self_attention(self.patched)),
-            met=within_budget and budget.accepts(verified, informative=informative),
+            met=within_budget and verified.is_within(budget, informative=informative),
             within_budget=within_budget,
             informative=informative,
-            curve=curve,
+            curve=[exact, *measured],
             single_layers=single_layers,
             chosen=chosen,
             verified=verified,
             references=references,
         )
 
-    @property
-    def part(self) -> str:
-        """What is converted."""
-        return "key-value heads" if self.heads else "layers"
+    @cached_property
+    def mechanisms(self) -> dict[str, dict[str, Any]]:
+        """The mechanism of each linear layer, with its options, by the layer's index."""
+        return mechanisms_of(self.patched)
 
-    @property
+    @cached_property
     def score(self) -> Score:
         """The score of the measurements."""
         score = score_of(self.measurements["choice"][0])
         assert score is not None
         return score
 
-    @property
+    @cached_property
     def unit(self) -> DamageUnit:
         """The unit of damages. Raises a ValueError if the budget does not fit the measurements."""
         return self.budget.unit_of(self.measurements["choice"][0].measurement)
 
+    @cached_property
     def references(self) -> dict[str, dict[str, Any]]:
-        """Measure the exact model and the model without attention on both data sets."""
-        found = {}
+        """The values of the exact model and of the model without attention, on both data sets."""
+        values = {}
         for index, data in enumerate(self.measurements):
             self.study.status("the exact model, and without attention", index, len(self.measurements))
             exact, floor = references_of(self.exact)
-            found[data] = self.values(data, "exact", exact.load)
-            found[f"{data}, no attention"] = self.values(data, "none", floor.load)
-        return found
+            values[data] = self.values(data, "exact", exact.load)
+            values[f"{data}, no attention"] = self.values(data, "none", floor.load)
+        return values
 
-    def single_layers(self, references: References, mechanisms: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def costs(self) -> list[tuple[str, int]]:
+        """Return what is measured besides quality: the speedup or the cache at a length, that of the budget too."""
+        costs = {("speedup", length) for length in self.lengths}
+        if self.budget.unit is None and self.budget.length:
+            costs.add((self.budget.cost, self.budget.length))
+        return sorted(costs, key=lambda one: (one[0] == "cache", one[1]))
+
+    def single_layers(self) -> list[Candidate]:
         """Measure a model for each layer by itself."""
-        names, rows = [layer.name for layer in self_attention(self.patched)], []
-        for index, layer in enumerate(map(int, mechanisms)):
-            status = ("models with one linear layer", index, len(mechanisms))
-            quality = self.quality(references, "choice", {"layers": [layer], "exact_heads": {}}, status)
-            rows.append({"index": layer, "name": names[layer], **quality})
+        rows = []
+        for index, layer in enumerate(map(int, self.mechanisms)):
+            self.study.status("models with one linear layer", index, len(self.mechanisms))
+            rows.append(self.with_quality(Candidate(1, [layer], added=layer), "choice"))
         return rows
 
-    def by_layers(self, single_layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def by_layers(self, single_layers: Sequence[Candidate]) -> list[Candidate]:
         """Return models with more and more linear layers, the least harmful first."""
-        order = sorted(single_layers, key=lambda row: math.inf if row["divergence"] is None else row["divergence"])
-        path = [row["index"] for row in order]
-        return [
-            {"count": count, "added": layer, "layers": sorted(path[:count]), "exact_heads": {}}
-            for count, layer in enumerate(path, start=1)
-        ]
+        order = sorted(single_layers, key=lambda one: math.inf if one.divergence is None else one.divergence)
+        path = [layer for one in order for layer in one.layers]
+        return [Candidate(count, sorted(path[:count]), added=layer) for count, layer in enumerate(path, start=1)]
 
-    def by_heads(self, mechanisms: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def by_heads(self) -> list[Candidate]:
         """Return the models with each choice of exact heads."""
         rows = []
         for choice in self.heads:
             sizes = choice.table.groupby("layer").size()
-            left = {layer: int(sizes[layer]) - len(choice.heads.get(layer, ())) for layer in map(int, mechanisms)}
-            layers = [layer for layer, count in left.items() if count]
+            linear = {
+                layer: int(sizes[layer]) - len(choice.heads.get(layer, ())) for layer in map(int, self.mechanisms)
+            }
+            layers = [layer for layer, count in linear.items() if count]
             heads = {str(layer): list(choice.heads[layer]) for layer in layers if layer in choice.heads}
-            rows.append({"count": sum(left.values()), "added": None, "layers": layers, "exact_heads": heads})
+            rows.append(Candidate(sum(linear.values()), layers, heads))
         return rows
 
     def variant(self, data: str, layers: str, load: Loader) -> Variant:
@@ -193,9 +191,9 @@ class LayerSearch:
         errors = {row["metric"]: row.get("stderr") for row in record.values}
         return {**values, "score": values[self.score.metric], "stderr": errors[self.score.metric]}
 
-    def assess(self, references: References, data: str, values: Mapping[str, Any]) -> Assessment:
+    def assess(self, data: str, values: Mapping[str, Any]) -> Assessment:
         """Apply the rule that `evaluate` shares."""
-        exact, floor = references[data], references[f"{data}, no attention"]
+        exact, floor = self.references[data], self.references[f"{data}, no attention"]
         return assess(
             values["score"],
             exact["score"],
@@ -206,58 +204,49 @@ class LayerSearch:
             floor_divergence=floor["divergence"],
         )
 
-    def quality(
-        self, references: References, data: str, row: Mapping[str, Any], status: tuple[str, int, int] | None = None
-    ) -> dict[str, Any]:
-        """Measure the model of a row of the curve: `divergence`, `score`, `damage`, `chance`."""
-        if status is not None:
-            self.study.status(*status)
-        values = self.values(data, row_name(row), partial(self.convert, self.patched, row))
-        return {
-            "divergence": values["divergence"],
-            "score": values["score"],
-            "damage": self.unit.damage(references[data], values),
-            "chance": self.assess(references, data, values).chance,
-        }
+    def with_quality(self, one: Candidate, data: str) -> Candidate:
+        """Return a candidate with the quality of its model on a data set."""
+        values = self.values(data, one.name, partial(self.convert, self.patched, one))
+        return replace(
+            one,
+            divergence=values["divergence"],
+            score=values["score"],
+            damage=self.unit.damage(self.references[data], values),
+            chance=self.assess(data, values).chance,
+        )
 
-    def convert(self, patched: PreTrainedModel, row: Mapping[str, Any]) -> PreTrainedModel:
-        """Return the model of a row of the curve, with the options and the learned parts of a patched one."""
-        return convert_as_planned(self.exact, patched, plan_of(row, mechanisms_of(patched)))
-
-    def add_cost(self, row: dict[str, Any], cost: str, data: str, length: int, seconds: float) -> None:
-        """Add to a row the speedup of one forward pass (batch 1), or its share of the exact model's cache."""
+    def with_cost(self, one: Candidate, cost: str, length: int, data: str, seconds: float) -> Candidate:
+        """Return a candidate with the speedup of a forward pass (batch 1), or its share of the exact model's cache."""
 
         def measure() -> Values:
-            linear = self.convert(self.timed, row)
-            if cost == "cache":
-                own, exact = (cache_bytes(fill_cache(model, self.tokens, length)) for model in (linear, self.exact))
-                return [value(cost, own / exact)]
-            return measure_passes(
-                {"exact": self.exact, "linear": linear}, self.tokens, length, baseline="exact", seconds=seconds
-            )["linear"]
+            models = {"exact": self.exact, "linear": self.convert(self.timed, one)}
+            if cost == "speedup":
+                return measure_passes(models, self.tokens, length, baseline="exact", seconds=seconds)["linear"]
+            exact, linear = (cache_bytes(fill_cache(model, self.tokens, length)) for model in models.values())
+            return [value(cost, linear / exact)]
 
         base = replace(self.measurements[data][0], task="", settings={"seconds": seconds} if cost == "speedup" else {})
         measurement = FORWARD if cost == "speedup" else cost
         conditions = replace(base, measurement=measurement, length=length, batch_size=1)
-        variant = self.variant(data, row_name(row), lambda: self.exact)
+        variant = self.variant(data, one.name, lambda: self.exact)
         first = self.study.measure(variant.of(conditions), measure, label=variant.label).values[0]
-        row[cost][str(length)] = first["value" if cost == "cache" else cost]
-        if cost == "speedup" and not is_measurable(first["speedup_p20"], first["speedup_p80"]):
-            row["unsure"] = [*row.get("unsure", []), str(length)]
+        if cost == "cache":
+            return replace(one, cache={**one.cache, str(length): first["value"]})
+        unsure = [] if is_measurable(first["speedup_p20"], first["speedup_p80"]) else [str(length)]
+        return replace(one, speedup={**one.speedup, str(length): first["speedup"]}, unsure=[*one.unsure, *unsure])
 
-    def choose(self, rows: list[dict[str, Any]], informative: bool) -> tuple[dict[str, Any], bool]:
-        """Choose a row of the curve; where none is within the budget, the nearest one, with False."""
-        within = [row for row in rows if self.budget.accepts(row, informative=informative)]
+    def convert(self, patched: PreTrainedModel, one: Candidate) -> PreTrainedModel:
+        """Return the model of a candidate, with the options and the learned parts of a patched one."""
+        return convert_as_planned(self.exact, patched, one.plan(mechanisms_of(patched)))
+
+    def choose(self, rows: Sequence[Candidate], informative: bool) -> tuple[Candidate, bool]:
+        """Choose a candidate; where none is within the budget, the nearest one, with False."""
+        budget = self.budget
+        within = [one for one in rows if one.is_within(budget, informative=informative)]
         if within:
-            return within[0 if self.budget.unit is None else -1], True
-        if self.budget.unit is None:
-            sign = 1 if self.budget.cost == "speedup" else -1
-            return max(rows, key=lambda row: sign * self.budget.cost_of(row)), False
-        comparable = [row for row in rows if row["damage"] is not None and not row["chance"]] or rows
-        return min(comparable, key=lambda row: row["damage"] or 0.0), False
-
-
-def row_name(row: Mapping[str, Any]) -> str:
-    """Return what identifies a row of the curve in the records."""
-    heads = "; ".join(f"{layer} exact in {heads}" for layer, heads in row["exact_heads"].items())
-    return ",".join(map(str, row["layers"])) + (f" ({heads})" if heads else "")
+            return within[0 if budget.unit is None else -1], True
+        if budget.unit is None:
+            sign = 1 if budget.cost == "speedup" else -1
+            return max(rows, key=lambda one: sign * one.cost(budget)), False
+        comparable = [one for one in rows if one.damage is not None and not one.chance] or rows
+        return min(comparable, key=lambda one: one.damage or 0.0), False

@@ -95,10 +95,8 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         open_study(folder, "plan", facts["settings"], device=device, progress=progress, **where) as study,
     ):
         _log_data(study, facts)
-        conditions = one.linear.of(one.exact.conditions("attention_transfer"))
-        settings = json_safe(conditions.settings)
-        facts["resumed"] = any(settings.items() <= record.conditions["settings"].items() for record in study.records)
-        patched, facts["transfer"] = train(study, one, conditions)
+        facts["resumed"] = len(study.records) > 0
+        patched, facts["transfer"] = train(study, one)
         result = LayerSearch(
             study,
             one.exact.model,
@@ -197,7 +195,7 @@ def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Sett
     )
 
 
-def train(study: Study, one: PlannedModel, conditions: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+def train(study: Study, one: PlannedModel) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Train the learned parts of all layers, once, or load them; return the model and what the report says of it.
 
     Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice of
@@ -206,6 +204,7 @@ def train(study: Study, one: PlannedModel, conditions: Any) -> tuple[PreTrainedM
     patched, name = one.linear.load(), one.linear.attention
     if not one.settings.steps or not ATTENTIONS.get(name).learned:
         return patched, {}
+    conditions = one.linear.of(one.exact.conditions("attention_transfer"))
     patched = transferred(study, patched, one.inputs, one.settings, conditions, label=name)
     record = study.records.latest(conditions)
     assert record is not None

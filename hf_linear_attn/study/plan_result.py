@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,66 @@ EXACT_DIVERGENCE = 1e-6
 
 
 @dataclass(frozen=True)
-class PlanResult:
-    """The layers or heads to convert, and every measurement that the choice rests on.
+class Candidate:
+    """A choice of linear layers and exact heads, with the quality and the costs of its model.
 
-    Measured models have `divergence`, `score`, `damage`, `chance` (better than exact, though it diverges largely), and
-    `speedup` and `cache` (its share of the exact model's) by length.
+    Costs are by length (as text, as in JSON): `speedup` over the exact model in the same rounds, and `cache`, the share
+    of the exact model's. A speedup at one of the lengths `unsure` varies more than it differs.
     """
+
+    count: int = 0  # linear layers, or linear key-value heads
+    layers: list[int] = field(default_factory=list)  # with linear heads
+    exact_heads: dict[str, list[int]] = field(default_factory=dict)  # in these layers
+    added: int | None = None  # the layer that it adds to the candidate before
+    divergence: float | None = None  # of the outputs from the exact model's
+    score: float | None = None
+    damage: float | None = None  # what is lost of the score, in the budget's unit
+    chance: bool = False  # better than exact, though it diverges largely
+    speedup: dict[str, float] = field(default_factory=dict)
+    cache: dict[str, float] = field(default_factory=dict)
+    unsure: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What identifies the choice in the records."""
+        heads = "; ".join(f"{layer} exact in {heads}" for layer, heads in self.exact_heads.items())
+        return ",".join(map(str, self.layers)) + (f" ({heads})" if heads else "")
+
+    def plan(self, mechanisms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the plan, from the mechanisms of all layers by their index.
+
+        Layers not named are exact, or, where every layer is converted, have the mechanism of the first one.
+        """
+        every_layer = len(self.layers) == len(mechanisms)
+        default = next(iter(mechanisms.values())) if every_layer else EXACT
+        plan: dict[str, Any] = {"default": default}
+        for name in map(str, self.layers):
+            own = {} if mechanisms[name] == default else mechanisms[name]
+            exact = {"exact_heads": self.exact_heads[name]} if name in self.exact_heads else {}
+            plan |= {name: {**own, **exact}} if own or exact else {}
+        return plan
+
+    def cost(self, budget: Budget) -> float:
+        """Return the speedup at the budget's length, or the share of the exact model's cache."""
+        costs: dict[str, float] = getattr(self, budget.cost)
+        return costs[str(budget.length)]
+
+    def is_within(self, budget: Budget, *, informative: bool) -> bool:
+        """Return whether a budget is met; one of quality is only where the data are `informative`."""
+        if budget.unit is None:
+            cost = self.cost(budget)
+            return cost >= budget.limit if budget.cost == "speedup" else 100 * cost <= budget.limit
+        return informative and self.damage is not None and self.damage <= budget.limit and not self.chance
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Candidate:
+        """Return the candidate that JSON holds."""
+        return cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The layers or heads to convert, and every measurement that the choice rests on."""
 
     budget: Budget  # what the layers were chosen for
     unit: DamageUnit  # of all damages
@@ -46,37 +100,38 @@ class PlanResult:
     mechanisms: dict[str, dict[str, Any]]  # of each layer that was searched (its index as text), with its options
     part: str  # what is converted: "layers" or "key-value heads"
     total: int  # self-attention layers of the model, or their key-value heads
-    met: bool  # whether the budget is met, on the data of the choice and on those of the verification
-    within_budget: bool  # whether it is met on the data of the choice
+    within_budget: bool  # whether the budget is met on the data of the choice
+    met: bool  # whether it is met on those of the verification, too
     informative: bool  # whether the exact model is clearly better than without attention (`quality.assess`)
-    curve: list[dict[str, Any]]  # measured models: `count` of linear parts, `added`, `layers`, `exact_heads` in these
-    single_layers: list[
-        dict[str, Any]
-    ]  # a model for each layer by itself: `index`, `name`; none where heads are chosen
-    chosen: dict[str, Any]  # the chosen row of the curve
-    verified: dict[str, Any]  # the chosen model on the data of the verification
+    curve: list[Candidate]  # from the exact model to the one with the most linear parts
+    single_layers: list[Candidate]  # each layer by itself; none where heads are chosen
+    chosen: Candidate
+    verified: Candidate  # the chosen one on the data of the verification
     references: dict[str, dict[str, Any]]  # values of the exact model and of that without attention, by data set
     positions_note: str = ""  # about timed lengths beyond the model's positions
 
     @property
     def layers(self) -> list[int]:
         """The chosen layers, those with some exact heads among them."""
-        return self.chosen["layers"]
+        return self.chosen.layers
 
     @property
-    def judged(self) -> bool:
-        """Whether the data can judge the budget: one of quality needs data on which attention matters."""
+    def conclusive(self) -> bool:
+        """Whether the data say if the budget is met: one of quality needs data on which attention matters."""
         return self.budget.unit is None or self.informative
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """The mechanism of each layer, as `patch_model` and `patch --plan` read it; None if there is no judgement."""
-        return plan_of(self.chosen, self.mechanisms) if self.judged else None
+        """The mechanism of each layer, as `patch_model` and `patch --plan` read it; None without a conclusion."""
+        return self.chosen.plan(self.mechanisms) if self.conclusive else None
 
     @property
     def exit_code(self) -> int:
-        """0: the budget is met; 1: it is not; 3: the data cannot judge."""
-        return 3 if not self.judged else 0 if self.met else 1
+        """0: the budget is met; 1: it is not; 3: the data do not tell."""
+        return 3 if not self.conclusive else 0 if self.met else 1
+
+    def _is_plan(self, one: Candidate) -> bool:
+        return self.conclusive and one.count == self.chosen.count
 
     @property
     def table(self) -> pd.DataFrame:
@@ -84,23 +139,25 @@ class PlanResult:
         import pandas as pd
 
         left_out = ("layers", "exact_heads", "chance", "unsure")
-        rows = [{name: row[name] for name in row if name not in left_out} for row in self.curve]
+        rows = [{name: item for name, item in asdict(one).items() if name not in left_out} for one in self.curve]
         frame = pd.json_normalize(rows, sep="_at_").rename(columns={"count": "converted", "added": "added_layer"})
-        frame["chosen"] = self.judged & (frame["converted"] == self.chosen["count"])
-        return frame.astype({"added_layer": "Int64"})
+        return frame.assign(chosen=[*map(self._is_plan, self.curve)]).astype({"added_layer": "Int64"})
 
     def formatted_table(self) -> pd.DataFrame:
         """Return `table` as text; a star marks the chosen row."""
         import pandas as pd
 
         rows = {}
-        for row in self.curve:
-            star = " ★" if self.judged and row["count"] == self.chosen["count"] else ""
-            rows[f"{row['count']} of {self.total}{star}"] = {
-                **({"adds layer": "–" if row["added"] is None else str(row["added"])} if self.single_layers else {}),
-                **self._quality_cells(row),
-                **{f"speed at {int(length):,}": self._speed_cell(row, length) for length in row["speedup"]},
-                **{f"cache at {int(length):,}": f"{value:.1%}" for length, value in row["cache"].items()},
+        for one in self.curve:
+            speeds = {
+                f"speed at {int(length):,}": NOT_MEASURABLE if length in one.unsure else f"{speedup:.2f}×"
+                for length, speedup in one.speedup.items()
+            }
+            rows[f"{one.count} of {self.total}{' ★' if self._is_plan(one) else ''}"] = {
+                **({"adds layer": "–" if one.added is None else str(one.added)} if self.single_layers else {}),
+                **self._quality_cells(one),
+                **speeds,
+                **{f"cache at {int(length):,}": f"{share:.1%}" for length, share in one.cache.items()},
             }
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("linear")
 
@@ -108,46 +165,40 @@ class PlanResult:
         """Return `single_layers` as text."""
         import pandas as pd
 
-        rows = {f"{row['index']} {row['name']}": self._quality_cells(row) for row in self.single_layers}
+        rows = {one.added: self._quality_cells(one) for one in self.single_layers}
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("layer")
 
-    @staticmethod
-    def _speed_cell(row: Mapping[str, Any], length: str) -> str:
-        return NOT_MEASURABLE if length in row.get("unsure", ()) else f"{row['speedup'][length]:.2f}×"
-
-    def _quality_cells(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def _quality_cells(self, one: Candidate) -> dict[str, str]:
         return {
-            self.score["divergence"]: format_divergence(row["divergence"]),
-            self.score["title"]: self.format_score(row["score"]),
-            "damage": self.unit.format(row["damage"]) if row.get("count") != 0 else "–",
+            self.score["divergence"]: format_divergence(one.divergence),
+            self.score["title"]: self._format_score(one.score),
+            "damage": self.unit.format(one.damage) if one.count else "–",
         }
 
-    def format_score(self, score: float | None) -> str:
-        """Return a score with the digits of its metric."""
+    def _format_score(self, score: float | None) -> str:
         return "–" if score is None else fixed(score, self.score["digits"])
 
     def summary(self) -> list[str]:
         """Return the findings as sentences, the most important first."""
-        sentences = [f"The budget {self.budget.text!r} {self._verdict()}.", *self._warnings()]
-        if not self.judged:
-            return sentences
-        speedup = {int(length): value for length, value in self.chosen["speedup"].items()}
-        if len(speedup) > (self.budget.cost == "speedup"):
+        sentences = [f"The budget {self.budget.text!r} {self._outcome()}.", *self._warnings()]
+        speedup = {int(length): value for length, value in self.chosen.speedup.items()}
+        if self.conclusive and len(speedup) > (self.budget.cost == "speedup"):
             change = crossover(list(speedup), list(speedup.values()))
             sentences.append(f"One pass of the planned model is faster than {self.baseline} from {change} tokens on.")
         return sentences
 
-    def _verdict(self) -> str:
-        if self.budget.unit is not None and not self.informative:
+    def _outcome(self) -> str:
+        if not self.conclusive:
             return "cannot be judged on these data, so there is no plan"
-        plan = f"{self.chosen['count']} of {self.total} {self.part} as {self.attention}"
+        budget, plan = self.budget, f"{self.chosen.count} of {self.total} {self.part} as {self.attention}"
         if self.single_layers:
             plan += f" (layers {', '.join(map(str, self.layers))})"
-        choice, verification = (self.unit.format(row["damage"]) for row in (self.chosen, self.verified))
+        choice, verification = (self.unit.format(one.damage) for one in (self.chosen, self.verified))
         costs = f"{choice} on the data of the choice, {verification} on the data of the verification"
-        if self.budget.unit is None:
-            values = [self.chosen, self.verified] if self.budget.cost == "speedup" else [self.chosen]
-            costs = f"{', timed again '.join(map(self.budget.format_cost, values))}; {costs}"
+        if budget.cost == "speedup":
+            costs = f"{self.chosen.cost(budget):.2f}×, timed again {self.verified.cost(budget):.2f}×; {costs}"
+        elif budget.cost == "cache":
+            costs = f"{self.chosen.cost(budget):.1%} of the cache; {costs}"
         if self.within_budget:
             return f"{'is met by' if self.met else 'is not confirmed for'} {plan}: {costs}"
         return f"cannot be reached: the nearest is {plan}, {costs}"
@@ -156,19 +207,18 @@ class PlanResult:
         sentences = []
         exact, last = self.references["choice"], self.curve[-1]
         if not self.informative:
-            scores = [self.format_score(values["score"]) for values in self.references.values()]
+            scores = [self._format_score(values["score"]) for values in self.references.values()]
             comparison = "{} against {}, and {} against {} on the data of the verification".format(*scores)
             problem = "the exact model is not clearly better there than the model without attention"
             sentences.append(f"The score says nothing about attention: {problem} ({self.score['title']} {comparison}).")
-        counts = ", ".join(str(row["count"]) for row in self.curve if row["chance"])
-        if counts:
+        if counts := ", ".join(str(one.count) for one in self.curve if one.chance):
             change = "the score is better although the outputs differ largely"
             sentences.append(f"With {counts} linear {self.part} {change}: that is chance.")
         longest = int(exact.get("longest_input") or 0)
         inputs = f"inputs of at most {longest:,} tokens"
-        if last["divergence"] is not None and abs(last["divergence"]) < EXACT_DIVERGENCE:
+        if last.divergence is not None and abs(last.divergence) < EXACT_DIVERGENCE:
             sentences.append(f"The linear layers compute exact attention on these {inputs}.")
-        elif longest and 2 * longest < max(map(int, last["speedup"]), default=0):
+        elif longest and 2 * longest < max(map(int, last.speedup), default=0):
             sentences.append(f"Quality is that of {inputs}; longer ones were only timed.")
         if exact.get("rows"):
             points = f"{100 / exact['rows']:.2f} points"
@@ -177,13 +227,16 @@ class PlanResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything in a form that JSON can hold."""
-        return json_safe({**vars(self), "budget": self.budget.text, "unit": self.unit.name, "plan": self.plan})
+        return json_safe({**asdict(self), "budget": self.budget.text, "unit": self.unit.name, "plan": self.plan})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PlanResult:
         """Return the result that `to_dict` wrote."""
-        parts: dict[str, Any] = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**parts | {"budget": Budget.parse(values["budget"]), "unit": DAMAGE_UNITS[values["unit"]]})
+        parts: dict[str, Any] = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        parts |= {"budget": Budget.parse(values["budget"]), "unit": DAMAGE_UNITS[values["unit"]]}
+        for name in ("curve", "single_layers"):
+            parts[name] = [*map(Candidate.from_dict, values[name])]
+        return cls(**parts | {name: Candidate.from_dict(values[name]) for name in ("chosen", "verified")})
 
 
 def format_divergence(value: float | None) -> str:
@@ -191,21 +244,6 @@ def format_divergence(value: float | None) -> str:
     if value is None:
         return "–"
     return format(value, ".0e") if EXACT_DIVERGENCE < abs(value) < 5e-5 else fixed(value, 4)
-
-
-def plan_of(row: Mapping[str, Any], mechanisms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the plan of a row of the curve; `mechanisms` are those of all layers, by the index of the layer.
-
-    Layers not named are exact, or, where every layer is converted, have the mechanism of the first one.
-    """
-    every_layer = len(row["layers"]) == len(mechanisms)
-    default = next(iter(mechanisms.values())) if every_layer else EXACT
-    plan: dict[str, Any] = {"default": default}
-    for name in map(str, row["layers"]):
-        own = {} if mechanisms[name] == default else mechanisms[name]
-        exact = {"exact_heads": row["exact_heads"][name]} if name in row["exact_heads"] else {}
-        plan |= {name: {**own, **exact}} if own or exact else {}
-    return plan
 
 
 def write_plan(result: PlanResult, facts: Mapping[str, Any], folder: Path) -> None:
@@ -233,23 +271,25 @@ def draw_curve(result: PlanResult, model_name: str) -> bytes:
         "speedup": f"times as fast as {result.baseline}",
         "cache": "share of the exact model's cache",
     }
-    panels = [name for name in titles if name == "damage" or result.curve[0][name]]
+    panels = [name for name in titles if name == "damage" or getattr(result.curve[0], name)]
     with matplotlib.rc_context(STYLE):
         figure, grid = new_figure(2.8 * len(panels), len(panels), sharex=True, squeeze=False)
-        figure.suptitle(model_name if result.judged else f"{model_name}: these data cannot judge attention, no plan")
+        figure.suptitle(
+            model_name if result.conclusive else f"{model_name}: these data cannot judge attention, no plan"
+        )
         for name, axes in zip(panels, grid[:, 0], strict=True):
             axes.set_ylabel(titles[name])
             if name == "damage":
                 axes.plot(table["damage"], marker="o", label="on the data of the choice")
-                if result.judged:
+                if result.conclusive:
                     verified: Any = {"marker": "X", "markersize": 9, "linestyle": "none"}
-                    point = [result.chosen["count"]], [result.verified["damage"]]
+                    point = [result.chosen.count], [result.verified.damage]
                     axes.plot(*point, **verified, label="the plan, verified on other data")
             else:
                 axes.axhline(1.0, color="#767676", linewidth=1, label=result.baseline)
-                for length in result.curve[0][name]:
+                for length in getattr(result.curve[0], name):
                     axes.plot(table[f"{name}_at_{length}"], marker="s", label=f"{int(length):,} tokens")
-            if name == limited and result.judged:
+            if name == limited and result.conclusive:
                 limit = budget.limit / (100 if name == "cache" else 1)
                 axes.axhline(limit, color="black", linestyle="--", label=f"budget: {budget.text}")
             axes.legend()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_linear_attn.measure import quality as quality_metrics
 from hf_linear_attn.measure.quality import measure_perplexity, perplexity_metric
 from hf_linear_attn.study.budget import DAMAGE_UNITS, Budget
 from hf_linear_attn.study.layer_search import LayerSearch
-from hf_linear_attn.study.plan_result import PlanResult, format_divergence, plan_of
+from hf_linear_attn.study.plan_result import PlanResult, format_divergence
 from hf_linear_attn.study.records import Conditions
 from hf_linear_attn.study.study import open_study
 from hf_linear_attn.study.variants import Variant
@@ -197,9 +197,9 @@ def search(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_most_layers_within_a_budget_of_quality(search: Any) -> None:
     result = search("0.2 nats")
-    assert [row["layers"] for row in result.curve] == [[], [1], [0, 1], [0, 1, 2]]
+    assert [row.layers for row in result.curve] == [[], [1], [0, 1], [0, 1, 2]]
     assert (result.layers, result.met, result.within_budget) == ([0, 1], True, True)
-    assert result.verified["damage"] == pytest.approx(0.15)
+    assert result.verified.damage == pytest.approx(0.15)
     assert result.plan["default"] == "softmax"
     assert {name: entry["attention"] for name, entry in result.plan.items() if name != "default"} == {
         "0": "elu",
@@ -213,8 +213,8 @@ def test_tables_and_json(search: Any) -> None:
     assert list(result.table["converted"]) == [0, 1, 2, 3]
     assert list(result.table["chosen"]) == [False, False, True, False]
     assert result.table["speedup_at_16"][0] == 1.0
-    assert [row["index"] for row in result.single_layers] == [0, 1, 2]
-    assert PlanResult.from_dict(result.to_dict()) == replace(result, curve=result.to_dict()["curve"])
+    assert [row.added for row in result.single_layers] == [0, 1, 2]
+    assert PlanResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     table = result.formatted_table()
     assert list(table.columns) == ["adds layer", "KL, nats", "perplexity", "damage", "speed at 16"]
     assert list(table.index) == ["0 of 3", "1 of 3", "2 of 3 ★", "3 of 3"]
@@ -268,7 +268,7 @@ def test_a_speed_that_varies_more_than_it_differs_is_not_stated(search: Any, mon
     monkeypatch.setattr("hf_linear_attn.study.layer_search.measure_passes", passes)
     result = search("0.2 nats", lengths=(16,))
     assert set(result.formatted_table()["speed at 16"][1:]) == {"not measurable"}
-    assert [row["unsure"] for row in result.curve] == [[], ["16"], ["16"], ["16"]]
+    assert [row.unsure for row in result.curve] == [[], ["16"], ["16"], ["16"]]
 
 
 @pytest.mark.parametrize(
@@ -281,18 +281,18 @@ def test_a_speed_that_varies_more_than_it_differs_is_not_stated(search: Any, mon
 )
 def test_nothing_is_said_about_lengths_that_were_not_timed(search: Any, speedups: dict[str, float], text: str) -> None:
     result = search("0.2 nats")
-    result.chosen["speedup"].update(speedups)
+    result.chosen.speedup.update(speedups)
     assert any(sentence.endswith(text) for sentence in result.summary())
 
 
 def test_a_better_score_with_a_large_divergence_is_chance(search: Any) -> None:
     losses = {**LOSSES, "0,1,2": 0.5}
     result = search("0.2 nats", losses, divergences={"0,1,2": 1.5, "none": 2.0})
-    assert result.curve[3]["chance"]
+    assert result.curve[3].chance
     assert result.layers == [0, 1]
     assert any("that is chance" in sentence for sentence in result.summary())
     near = search("0.2 nats", losses, divergences={"0,1,2": 0.4, "none": 2.0})
-    assert (near.curve[3]["chance"], near.layers) == (False, [0, 1, 2])
+    assert (near.curve[3].chance, near.layers) == (False, [0, 1, 2])
     # The same holds for the verification.
     verified = search("0.2 nats", LOSSES, {**LOSSES, "0,1": 0.5}, divergences={"0,1": 1.5, "none": 2.0})
     assert (verified.within_budget, verified.met) == (True, False)
@@ -300,7 +300,7 @@ def test_a_better_score_with_a_large_divergence_is_chance(search: Any) -> None:
 
 def test_a_budget_of_speed_out_of_reach(search: Any) -> None:
     result = search("1000x at 32", seconds=0.001)
-    assert list(result.chosen["speedup"]) == list(result.verified["speedup"]) == ["32"]
+    assert list(result.chosen.speedup) == list(result.verified.speedup) == ["32"]
     assert not result.met
     assert "cannot be reached" in result.summary()[0]
 
@@ -327,8 +327,8 @@ def test_only_the_chosen_layers_are_linear(models: tuple[Any, Any]) -> None:
     metric = perplexity_metric(documents, exact=exact, context=16, stride=8, batch_size=4)
     result = search_layers(exact, linear, metric, metric, budget="100 nats")
     for row in result.curve[1:]:
-        planned = hla.patch_model(shared_copy(exact), "elu", layers=row["layers"])
-        assert values_of(metric, planned)["divergence"] == row["divergence"]
+        planned = hla.patch_model(shared_copy(exact), "elu", layers=row.layers)
+        assert values_of(metric, planned)["divergence"] == row.divergence
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -348,16 +348,16 @@ def test_heads_within_a_budget_of_the_cache(models: tuple[Any, Any]) -> None:
     )
     heads = head_choices(exact, 6, 5, 0)
     result = search_layers(exact, linear, metric, metric, budget="90% cache at 64", heads=heads)
-    assert [row["count"] for row in result.curve] == [0, 6, 7, 12]
-    assert [row["layers"] for row in result.curve[1:]] == [[0, 2], [0, 2], [0, 1, 2]]  # all heads of layer 1 are exact
-    assert result.curve[1]["exact_heads"] == {"0": [0, 3]}
+    assert [row.count for row in result.curve] == [0, 6, 7, 12]
+    assert [row.layers for row in result.curve[1:]] == [[0, 2], [0, 2], [0, 1, 2]]  # all heads of layer 1 are exact
+    assert result.curve[1].exact_heads == {"0": [0, 3]}
     for row in result.curve[1:]:
-        model = hla.patch_model(shared_copy(exact), plan_of(row, result.mechanisms))
-        assert values_of(metric, model)["divergence"] == row["divergence"]
-    shares = [row["cache"]["64"] for row in result.curve]
+        model = hla.patch_model(shared_copy(exact), row.plan(result.mechanisms))
+        assert values_of(metric, model)["divergence"] == row.divergence
+    shares = [row.cache["64"] for row in result.curve]
     assert shares == sorted(shares, reverse=True)
-    assert result.chosen == next(row for row in result.curve[1:] if row["cache"]["64"] <= 0.9)
-    assert f"{result.chosen['cache']['64']:.1%} of the cache; " in result.summary()[0]
-    assert f"by {result.chosen['count']} of 12 key-value heads as elu: " in result.summary()[0]
+    assert result.chosen == next(row for row in result.curve[1:] if row.cache["64"] <= 0.9)
+    assert f"{result.chosen.cache['64']:.1%} of the cache; " in result.summary()[0]
+    assert f"by {result.chosen.count} of 12 key-value heads as elu: " in result.summary()[0]
     assert PlanResult.from_dict(result.to_dict()).plan == result.plan
     assert not search_layers(exact, linear, metric, metric, budget="1% cache at 64", heads=heads).met

@@ -115,7 +115,7 @@ def test_files(finished: tuple[Path, PlanResult], folder: Path) -> None:
     assert "Each layer by itself" in page
     assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert (result.met, result.layers, result.total) == (True, [0, 1, 2], 3)
-    assert set(result.curve[1]["speedup"]) == {"32"}
+    assert set(result.curve[1].speedup) == {"32"}
 
 
 def test_plan_and_checkpoint_are_the_measured_model(finished: tuple[Path, PlanResult], folder: Path) -> None:
@@ -184,10 +184,10 @@ def test_another_budget_uses_the_same_measurements(
     calls = []
     original = Variant._measured
     monkeypatch.setattr(Variant, "_measured", lambda self, *parts: calls.append(1) or original(self, *parts))
-    limit = max(first.curve[1]["damage"], 0.0) + 1e-9
+    limit = max(first.curve[1].damage, 0.0) + 1e-9
     second = run(folder, "gpt2", tmp_path, resume=True, budget=f"{limit:.12f}% perplexity")
     assert second.within_budget
-    assert second.chosen["damage"] <= limit
+    assert second.chosen.damage <= limit
     assert len(calls) <= 1  # the verification of another choice
     run(folder, "gpt2", tmp_path, steps=1, resume=True)
     assert len(calls) > 1
@@ -228,11 +228,11 @@ def test_heads_of_a_mixture_are_searched_and_saved(
     result = run(folder, "gpt2", tmp_path / "out", **budget)
     assert (result.part, result.total) == ("key-value heads", 12)
     assert result.met
-    assert [row["count"] for row in result.curve] == [0, 6, 8, 10, 11, 11, 12]
-    assert result.chosen["cache"]["60"] <= 0.4
+    assert [row.count for row in result.curve] == [0, 6, 8, 10, 11, 11, 12]
+    assert result.chosen.cache["60"] <= 0.4
     saved = hla.load_pretrained(str(tmp_path / "model")).eval()
     exact = {str(row.index): list(row.exact_heads) for row in hla.patch_report(saved).layers if row.exact_heads}
-    assert exact == result.chosen["exact_heads"]
+    assert exact == result.chosen.exact_heads
     assert result.plan["default"]["attention"] == "hedgehog"
     assert {name: entry["exact_heads"] for name, entry in result.plan.items() if name != "default"} == exact
     assert "by 12 of 12" not in result.summary()[0]
@@ -250,7 +250,7 @@ def test_encoder_longer_than_its_positions(folder: Path, tmp_path: Path) -> None
     options = {"attention": "linformer", "lengths": (32, 200), "options": {"num_slots": 8}}
     result = run(folder, "bert", tmp_path, budget="2 cosine", **options)
     assert result.met
-    assert list(result.chosen["speedup"]) == ["32", "200"]
+    assert list(result.chosen.speedup) == ["32", "200"]
     assert result.mechanisms["0"]["num_slots"] == 8
 
 
