@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from yaml import YAMLError
 
 from ..data.tasks import TASKS
 from ..measure.quality import assess
 from ..training.options import TrainingRunConfig
-from ..utils.models import evaluation_mode
 from ..utils.options import flatten, to_dict
 from ..version import __version__
 
@@ -29,19 +27,35 @@ STAGES = (
     ("distilled", "after distillation"),
     ("trained", "after fine-tuning"),
 )
-#: What the Hub calls a kind of model, and the class that loads it.
+EXAMPLE = '"The weather is nice today"'
+#: What the Hub calls a kind of model, the pipeline and the class that load it, and its arguments in the example.
 PIPELINES = {
-    "classification": ("text-classification", "AutoModelForSequenceClassification"),
-    "causal-lm": ("text-generation", "AutoModelForCausalLM"),
-    "masked-lm": ("fill-mask", "AutoModelForMaskedLM"),
-    "embedding": ("sentence-similarity", "AutoModel"),
+    "classification": ("text-classification", "text-classification", "AutoModelForSequenceClassification", EXAMPLE),
+    "causal-lm": ("text-generation", "text-generation", "AutoModelForCausalLM", f"{EXAMPLE}, max_new_tokens=8"),
+    "masked-lm": ("fill-mask", "fill-mask", "AutoModelForMaskedLM", 'f"The weather is {tokenizer.mask_token} today"'),
+    "embedding": ("sentence-similarity", "feature-extraction", "AutoModel", f"{EXAMPLE}, return_tensors=True"),
 }
 #: Metrics that are correlations; the Matthews coefficient is the one of two classes.
 CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
 #: From this standard error on, a metric has two digits.
 FEW_ROWS = 0.003
-#: What the example of a card reads.
-SENTENCE = "The weather is nice today"
+#: Options of this run that say nothing of its result.
+LOCAL_OPTIONS = ("output", "resume", "overwrite", "hub_model_id", "hub_private_repo")
+
+USE = """\
+```python
+from transformers import {auto_class}, AutoTokenizer, pipeline
+
+import hf_linear_attn as hla
+
+source = "."  # this folder; or its repository on the Hub
+model = hla.load_pretrained(source, {auto_class})
+tokenizer = AutoTokenizer.from_pretrained(source)
+print(pipeline("{pipeline}", model=model, tokenizer=tokenizer)({text}))
+```
+
+Where the package is installed, `from_pretrained(source, trust_remote_code=True)` of that class gives the same model. \
+Without either it must not be used: its weights were trained for linear attention."""
 
 
 def standard_error(metric: str, values: Mapping[str, float], rows: int) -> float | None:
@@ -171,7 +185,7 @@ def speed_table(state: dict[str, Any]) -> list[str]:
     for length, old, new in zip(speed["lengths"], speed["rows"]["teacher"], speed["rows"]["student"], strict=True):
         ratio, (low, high) = new["speedup"], (new["speedup_p20"], new["speedup_p80"])
         text = "not measurable here" if low < 1 < high else f"{ratio:.2f}"
-        times = [f"{1e3 * timing['median']:.1f} ms" for timing in (old, new)]
+        times = [f"{1e3 * timing['value']:.1f} ms" for timing in (old, new)]
         rows.append([f"{length:,}", *times, f"{text} ({low:.2f} to {high:.2f})"])
     lines = _table(["tokens", "teacher", "this model", "times as fast (p20 to p80)"], rows, numbers=4)
     limit = speed.get("longest_input")
@@ -181,106 +195,39 @@ def speed_table(state: dict[str, Any]) -> list[str]:
     return lines
 
 
-def settings_table(config: Any) -> list[str]:
-    """The five settings that matter, as lines of a Markdown table."""
-    options = ", ".join(f"{name} {value}" for name, value in config.options.items())
-    what = _public(config.plan) if config.plan else config.attention or "exact"
-    share = getattr(config, "exact_share", 0)
-    lengths = config.data.max_length or config.max_length
+def changed_options(options: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from the default, as a YAML file for `--config` has them; of local paths the name.
+
+    What names folders of this run is left out.
+    """
+    changed: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            value = changed_options(value, default.get(name) or {})
+        if value != default.get(name) and value != {} and name not in LOCAL_OPTIONS:
+            changed[name] = public(value)
+    return changed
+
+
+def layers_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
+    """The linear layers, and what the linear part of each is worth: the loss without it, minus that with it."""
+    titles = ["layer", "attention", "learned parameters", "bytes of state"]
     rows = [
-        ["attention", what + (f" ({options})" if options else "") + (f", exact heads {share:g}" if share else "")],
-        ["data", _public(config.data.task or config.data.dataset or "") + (f", {lengths} tokens" if lengths else "")],
+        [str(layer["index"]), layer["attention"], f"{layer['parameters']:,}", f"{layer['state_bytes']:,}"]
+        for layer in facts["layers"]
     ]
-    for stage in ("teacher", "transfer", "distill", "train"):
-        section = getattr(config, stage, None)
-        if section is None or not (section.max_steps or getattr(section, "num_train_epochs", 0)):
-            continue
-        amount = f"{section.max_steps} steps" if section.max_steps else f"{section.num_train_epochs:g} epochs"
-        batch = section.per_device_train_batch_size * section.gradient_accumulation_steps
-        rate = "the mechanism's own" if section.learning_rate is None else f"{section.learning_rate:g}"
-        rank = getattr(section, "lora_rank", 0)
-        parts = [amount, f"{batch} rows each", f"learning rate {rate}", *([f"LoRA of rank {rank}"] if rank else [])]
-        rows.append([{"transfer": "attention transfer", "distill": "distillation"}.get(stage, stage), ", ".join(parts)])
-    rows.append(["seed", str(config.seed)])
-    return _table(["setting", "value"], rows[:6], numbers=0)
+    parts = {part["layer"]: part for part in state.get("linear parts", {}).get("layers", ())}
+    if parts:
+        titles.append("worth of the linear part")
+        for cells, layer in zip(rows, facts["layers"], strict=True):
+            part = parts.get(layer["index"])
+            cells.append("" if part is None else f"{part['worth']:+.4f}" + ("" if part["kept"] else ", closed"))
+    return _table(titles, rows, numbers=len(titles) - 2) if rows else []
 
 
-@torch.no_grad()
-def example(model: Any, tokenizer: Any, task_type: str) -> str:
-    """Return what a model answers to a sentence, as the snippet of the card prints it."""
-    text = SENTENCE if task_type != "masked-lm" or tokenizer.mask_token is None else _masked(tokenizer)
-    inputs = tokenizer(text, return_tensors="pt").to(model.device)
-    with evaluation_mode(model):
-        if task_type == "causal-lm":
-            pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-            tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=pad)
-            return repr(tokenizer.decode(tokens[0]))
-        outputs = model(**inputs)
-    if task_type == "embedding":
-        return str(list(outputs.last_hidden_state.mean(1).shape))
-    if task_type == "masked-lm":
-        place = (inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero().flatten()[:1]
-        return repr(tokenizer.decode(outputs.logits[0, place].argmax(-1)))
-    logits = outputs.logits[0]
-    return f"{float(logits[0]):.2f}" if len(logits) == 1 else model.config.id2label[int(logits.argmax())]
-
-
-def _masked(tokenizer: Any) -> str:
-    return f"{SENTENCE.rpartition(' ')[0]} {tokenizer.mask_token}"
-
-
-def snippet(task_type: str, answer: str | None, regression: bool = False) -> list[str]:
-    """Return code that loads the checkpoint and prints its answer to a sentence."""
-    auto, last = (
-        PIPELINES[task_type][1],
-        {
-            "causal-lm": [
-                "pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id",
-                "tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=pad)",
-                "print(repr(tokenizer.decode(tokens[0])))",
-            ],
-            "embedding": ["print(list(model(**inputs).last_hidden_state.mean(1).shape))"],
-            "masked-lm": [
-                'place = (inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero().flatten()[:1]',
-                "print(repr(tokenizer.decode(model(**inputs).logits[0, place].argmax(-1))))",
-            ],
-            "classification": [
-                'print(f"{float(model(**inputs).logits[0, 0]):.2f}")'
-                if regression
-                else "print(model.config.id2label[int(model(**inputs).logits[0].argmax())])"
-            ],
-        }[task_type],
-    )
-    text = f'"{SENTENCE}"'
-    if task_type == "masked-lm":
-        text = f'f"{SENTENCE.rpartition(" ")[0]} {{tokenizer.mask_token}}"'
-    lines = [
-        "```python",
-        f"from transformers import {auto}, AutoTokenizer",
-        "",
-        "import hf_linear_attn as hla",
-        "",
-        'source = "."  # this folder; or its repository on the Hub',
-        f"model = hla.load_pretrained(source, {auto}).eval()",
-        "tokenizer = AutoTokenizer.from_pretrained(source)",
-        f'inputs = tokenizer({text}, return_tensors="pt")',
-        *last,
-        "```",
-    ]
-    return lines if answer is None else [*lines, "", "```text", answer, "```"]
-
-
-LOADING = (
-    "Where the package is installed, `from_pretrained(source, trust_remote_code=True)` of that class gives the same "
-    "model. Without either it must not be used: its weights were trained for linear attention."
-)
-
-
-def model_card(
-    config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any], answer: str | None = None
-) -> str:
+def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
     """The card as Markdown with its YAML header."""
-    source, data = _public(config.model or ""), _public(config.data.task or config.data.dataset or "")
+    source, data = public(config.model or ""), public(config.data.task or config.data.dataset or "")
     kinds = sorted({layer["attention"] for layer in facts["layers"]})
     versions = ", ".join(f"{name} {version}" for name, version in facts["environment"]["versions"].items())
     numbers = ", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in facts["data"].items())
@@ -294,24 +241,19 @@ def model_card(
     if speed:
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
-    titles = ["layer", "attention", "learned parameters", "bytes of state"]
-    layers = [
-        [str(layer["index"]), layer["attention"], f"{layer['parameters']:,}", f"{layer['state_bytes']:,}"]
-        for layer in facts["layers"]
-    ]
-    linear = {row["layer"]: row for row in state.get("linear parts", {}).get("layers", ())}
-    if linear:  # what a layer's linear part is worth: the loss without it, minus that with it
-        titles.append("worth of the linear part")
-        for cells, layer in zip(layers, facts["layers"], strict=True):
-            part = linear.get(layer["index"])
-            cells.append("" if part is None else f"{part['worth']:+.4f}" + ("" if part["kept"] else ", closed"))
-    regression = facts["goal"]["metric"] in ("pearson", "spearmanr")
+    _, pipeline, auto_class, text = PIPELINES[config.task_type]
+    changed = changed_options(to_dict(config), to_dict(type(config)()))
+    settings = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     sections = {
-        "Use": [*snippet(config.task_type, answer, regression), "", LOADING] if kinds else [],
+        "Use": [USE.format(auto_class=auto_class, pipeline=pipeline, text=text)] if kinds else [],
         "Quality": quality,
         "Speed": speed,
-        "Settings": [*settings_table(config), "", "All settings are in `results.json` of the run."],
-        "Layers": _table(titles, layers, numbers=len(titles) - 2) if layers else [],
+        "Settings": [
+            "Options that are not the default; `results.json` of the run has all.",
+            "",
+            f"```yaml\n{settings}```",
+        ],
+        "Layers": layers_table(facts, state),
         "Data and versions": [f"{numbers}. {versions}. {facts['processes']} process(es)."],
     }
     parts = [
@@ -332,14 +274,14 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
         EvalResult(
             task_type=pipeline,
             dataset_type=str(repository) if _on_hub(repository) else "private",
-            dataset_name=_public(config.data.task or config.data.dataset or "private"),
+            dataset_name=public(config.data.task or config.data.dataset or "private"),
             metric_type=name,
             metric_value=value,
         )
         for name, value in final.items()
         if isinstance(value, (int, float)) and math.isfinite(value) and not name.endswith("_stderr")
     ]
-    name = _public(config.hub_model_id or config.model or "") or "model"
+    name = public(config.hub_model_id or config.model or "") or "model"
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=pipeline,
@@ -363,7 +305,7 @@ def _license(source: str | None) -> str | None:
         return None
     try:
         card = ModelCard.load(str(path) if path.is_file() else source, ignore_metadata_errors=True)
-    except (OSError, ValueError, YAMLError):  # no network, no card, or one that cannot be read
+    except (OSError, ValueError, yaml.YAMLError):  # no network, no card, or one that cannot be read
         return None
     license = card.data.get("license")
     return license if isinstance(license, str) else None
@@ -371,7 +313,7 @@ def _license(source: str | None) -> str | None:
 
 def public_options(config: TrainingRunConfig) -> dict[str, Any]:
     """Return all options of a run by their dotted names, of local paths the last part only."""
-    return {name: _public(value) for name, value in flatten(to_dict(config)).items()}
+    return {name: public(value) for name, value in flatten(to_dict(config)).items()}
 
 
 def _on_hub(name: str | None) -> bool:
@@ -379,9 +321,9 @@ def _on_hub(name: str | None) -> bool:
     return name is not None and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
-def _public(value: Any) -> Any:
+def public(value: Any) -> Any:
     """A path out of the working folder, without its folders: they are nobody else's business, and no use to them."""
     if isinstance(value, (list, tuple)):
-        return [_public(item) for item in value]
+        return [public(item) for item in value]
     local = isinstance(value, str) and (value.startswith(("~", "..")) or Path(value).is_absolute())
     return Path(value).name if local else value

