@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -25,6 +24,9 @@ from . import workloads
 from .runner import Cell, Cells, Rows
 from .workloads import BASELINE, FEW, UNSUPPORTED_ERRORS, Call, Inputs, ratio, spread
 
+EAGER = "eager"
+#: Exact attention, as PyTorch computes it and with all weights in memory.
+EXACT = {BASELINE: workloads.sdpa, EAGER: workloads.eager}
 #: Mechanisms that are built for a largest length are built for no smaller one than this.
 LEAST_LONGEST = 512
 #: A backward pass has two products for each one of the forward pass.
@@ -32,6 +34,9 @@ BACKWARD_FACTOR = 3.0
 #: Tokens of a chunk of the causal products.
 CHUNK = 128
 PASSES = {"forward": False, "forward+backward": True}
+
+#: The name of what is timed, and that of its backend.
+Key = tuple[str, str]
 
 
 def attention(
@@ -74,20 +79,26 @@ def attention(
         for dtype in dtypes:
             for done in passes:
                 setting = Setting(direction == "causal", dtype, PASSES[done], batch, heads, head_dim, seed, device)
-                candidates = [
-                    *own_candidates(setting, attention, backend),
-                    *(peer_candidates(setting) if peers else ()),
-                ]
-                last: dict[tuple[str, str], float] = {}
-                before = 0
+                keys = [(BASELINE, ""), *setting.supported(attention, backend, peers=peers)]
+                last: dict[Key, float] = {}
+                before = 1
                 for length in sorted(lengths):
-                    chosen = [one for one in candidates if one.expected(last.get(one.key), length, before) < longest]
-                    names = [" ".join(one.key) for one in chosen]
+                    growth = length / before
+                    keys = [key for key in keys if last.get(key, 0) * growth ** (1 + (key[0] == BASELINE)) < longest]
                     facts = {"direction": direction, "dtype": dtype, "pass": done, "length": length}
-                    settings = {**vars(setting), "names": names, "seconds": seconds}
-                    rows = yield Cell(facts, partial(measure, setting, chosen, length, seconds), settings)
+                    settings = {**vars(setting), "names": [" ".join(key) for key in keys], "seconds": seconds}
+                    rows = yield Cell(facts, partial(measure, setting, keys, length, seconds), settings)
                     last = {(row["attention"], row["backend"]): row["seconds"]["median"] for row in rows}
-                    candidates, before = chosen, length
+                    before = length
+
+
+@dataclass(frozen=True)
+class Form:
+    """Something to time: a function of q, k, v, its module, and m if it is kernelized attention."""
+
+    attend: Callable[..., Tensor]
+    module: Any = None
+    features: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,98 +112,70 @@ class Setting:
     heads: int
     head_dim: int
     seed: int
-    device: str
+    device: str = "cpu"
 
     def inputs(self, length: int) -> Inputs:
         return Inputs.make(self.batch, self.heads, length, self.head_dim, self.dtype, self.device, self.seed)
 
+    def form(self, name: str, length: int) -> Form:
+        """Return exact attention, a mechanism or another package by its name, for inputs of a length."""
+        if name in EXACT:
+            return Form(EXACT[name](self.causal))
+        if name in PEERS:
+            features, make = PEERS[name]
+            return Form(make(self, length), None, features or self.head_dim)
+        sizes: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "causal": self.causal}
+        sizes |= {"seed": self.seed, "device": self.device, "dtype": getattr(torch, self.dtype)}
+        module = workloads.build(name, longest=max(length, LEAST_LONGEST), **sizes)
+        return Form(workloads.attend(module, self.causal), module, workloads.num_features(module))
 
-@dataclass(frozen=True)
-class Candidate:
-    """Something to time.
+    def call(self, key: Key, length: int) -> Call:
+        form = self.form(key[0], length)
+        return workloads.on_backend(self.inputs(length).call(form.attend, self.backward, form.module), key[1])
 
-    Args:
-        attention, backend: Its names.
-        make: Makes the function of q, k, v for a length.
-        features: m, where its limit is that of the products of kernelized attention.
-        module: Makes the module whose parameters need gradients.
-    """
-
-    attention: str
-    backend: str
-    make: Callable[[int], Callable[..., Tensor]]
-    features: int | None = None
-    module: Callable[[int], Any] = lambda length: None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.attention, self.backend
-
-    def expected(self, seconds: float | None, length: int, before: int) -> float:
-        """Return the seconds of one call, by those at the length before."""
-        return 0.0 if seconds is None else seconds * (length / before) ** (2 if self.attention == BASELINE else 1)
-
-    def call(self, setting: Setting, inputs: Inputs) -> Call:
-        length = inputs.query.shape[2]
-        call = inputs.call(self.make(length), setting.backward, self.module(length))
-        return workloads.on_backend(call, self.backend)
-
-
-def own_candidates(setting: Setting, names: Sequence[str] | None, backends: Sequence[str] | None) -> list[Candidate]:
-    """Exact attention, and every mechanism on every backend that supports it."""
-    candidates = [Candidate(BASELINE, "", lambda length: workloads.sdpa(setting.causal))]
-    inputs = setting.inputs(64)
-    for name in workloads.mechanism_names(names, setting.causal):
-
-        @lru_cache(maxsize=1)  # cells come length by length
-        def module(length: int, name: str = name) -> Any:
-            sizes: dict[str, Any] = {"heads": setting.heads, "head_dim": setting.head_dim, "causal": setting.causal}
-            dtype = getattr(torch, setting.dtype)
-            longest = max(length, LEAST_LONGEST)
-            return workloads.build(
-                name, **sizes, longest=longest, seed=setting.seed, dtype=dtype, device=setting.device
-            )
-
-        def make(length: int, module: Any = module) -> Callable[..., Tensor]:
-            return workloads.attend(module(length), setting.causal)
-
-        try:
-            built = module(64)
-            with torch.set_grad_enabled(setting.backward):
-                supported = workloads.backends_of(inputs.call(make(64), setting.backward, built), backends)
-        except UNSUPPORTED_ERRORS as error:
-            workloads.left_out(name, error)
-            continue
-        features = workloads.num_features(built)
-        candidates += [Candidate(name, backend, make, features, module) for backend in supported]
-    return candidates
+    def supported(
+        self, names: Sequence[str] | None, backends: Sequence[str] | None, *, peers: bool = False
+    ) -> Iterator[Key]:
+        """Yield every mechanism on every backend that supports it, and other packages. What these print is hidden."""
+        for name in (*workloads.mechanism_names(names, self.causal), *(PEERS if peers else ())):
+            errors = PEER_ERRORS if name in PEERS else UNSUPPORTED_ERRORS
+            try:
+                with (
+                    contextlib.redirect_stdout(io.StringIO()),
+                    warnings.catch_warnings(action="ignore"),
+                    torch.set_grad_enabled(self.backward),
+                ):
+                    supported = workloads.backends_of(self.call((name, ""), 64), backends)
+            except errors as error:
+                workloads.left_out(name, error)
+            else:
+                yield from ((name, backend) for backend in supported)
 
 
-def measure(setting: Setting, candidates: Sequence[Candidate], length: int, seconds: float) -> Rows:
-    """Time the candidates beside the limits."""
-    inputs = setting.inputs(length)
-    calls = {one.key: one.call(setting, inputs) for one in candidates}
-    factor = BACKWARD_FACTOR if setting.backward else 1.0
+def measure(setting: Setting, keys: Sequence[Key], length: int, seconds: float) -> Rows:
+    """Time exact attention, mechanisms and packages beside the limits."""
+    inputs, factor = setting.inputs(length), BACKWARD_FACTOR if setting.backward else 1.0
+    forms = {name: setting.form(name, length) for name, _ in keys}
+    once = {name: inputs.call(form.attend, setting.backward, form.module) for name, form in forms.items()}
+    calls: dict[Any, Call] = {(name, backend): workloads.on_backend(once[name], backend) for name, backend in keys}
     product, product_flops = reference_product(inputs.key, inputs.value)
-    limits: dict[Any, Call] = {"product": product}
-    for features in {one.features for one in candidates} - {None}:
-        limits[features] = products(inputs.key, inputs.value, features, setting.causal)
+    calls["product"] = product
+    for features in {form.features for form in forms.values()} - {None}:
+        calls[features] = products(inputs.key, inputs.value, features, setting.causal)
     with torch.set_grad_enabled(setting.backward):
-        samples: dict[Any, list[float]] = sample_interleaved(
-            calls | limits, seconds=seconds, device=torch.device(setting.device)
-        )
+        samples = sample_interleaved(calls, seconds=seconds, device=torch.device(setting.device))
     rows: Rows = []
-    for one in candidates:
-        own = samples[one.key]
-        row: dict[str, Any] = {"attention": one.attention, "backend": one.backend, "seconds": spread(own)}
+    for name, backend in keys:
+        own, form = samples[name, backend], forms[name]
+        row: dict[str, Any] = {"attention": name, "backend": backend, "seconds": spread(own)}
         if (BASELINE, "") in samples:
             row["speedup"] = ratio(samples[BASELINE, ""], own)
-        if one.features is not None:
-            row |= {"limit": "products", "over_limit": ratio(own, [factor * value for value in samples[one.features]])}
-        elif one.attention in ATTENTIONS:
-            forward = count_flops(inputs.call(one.make(length), False))
-            limit = [factor * value * forward / product_flops for value in samples["product"]]
-            row |= {"limit": "operations", "over_limit": ratio(own, limit)}
+        if form.features is not None:
+            limit = [factor * value for value in samples[form.features]]
+            row |= {"limit": "products", "over_limit": ratio(own, limit)}
+        elif name in ATTENTIONS:
+            share = factor * count_flops(inputs.call(form.attend, False)) / product_flops
+            row |= {"limit": "operations", "over_limit": ratio(own, [share * value for value in samples["product"]])}
         rows.append(row)
     return rows
 
@@ -247,6 +230,8 @@ def reference_product(key: Tensor, value: Tensor) -> tuple[Call, int]:
 
 #: Random features of theirs and, by default, of ours.
 FEATURES = 256
+#: What the import and a call of a package raise where it cannot serve.
+PEER_ERRORS = (ImportError, RuntimeError, *UNSUPPORTED_ERRORS)
 
 
 def by_token(tensor: Tensor) -> Tensor:
@@ -278,35 +263,16 @@ def flash_linear_attention(setting: Setting, length: int) -> Callable[..., Tenso
     return lambda q, k, v: chunk_linear_attn(by_token(q), by_token(k), by_token(v), normalize=False)[0].transpose(1, 2)
 
 
-#: Name -> the module that must be installed, m, and the function of q, k, v for a length.
-PEERS: dict[str, tuple[str, int | None, Callable[[Setting, int], Callable[..., Tensor]]]] = {
-    "pytorch-fast-transformers: elu": ("fast_transformers.attention", None, fast_transformers_elu),
-    "performer-pytorch: favor+ (m = 256)": ("performer_pytorch.performer_pytorch", FEATURES, performer),
-    "flash-linear-attention: no feature map": ("fla.ops.linear_attn", None, flash_linear_attention),
+#: Name -> m (None: the size of a head), and the function of q, k, v for a length.
+PEERS: dict[str, tuple[int | None, Callable[[Setting, int], Callable[..., Tensor]]]] = {
+    "pytorch-fast-transformers: elu": (None, fast_transformers_elu),
+    "performer-pytorch: favor+ (m = 256)": (FEATURES, performer),
+    "flash-linear-attention: no feature map": (None, flash_linear_attention),
 }
-
-
-def peer_candidates(setting: Setting) -> list[Candidate]:
-    """The packages that are installed and support the setting. What they print while they are built is not shown."""
-    candidates, inputs = [], setting.inputs(64)
-    for name, (module, features, make) in PEERS.items():
-        one = Candidate(name, "", partial(make, setting), features or setting.head_dim)
-        try:
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                importlib.import_module(module)
-                one.call(setting, inputs)()
-        except (ImportError, RuntimeError, *UNSUPPORTED_ERRORS) as error:
-            workloads.left_out(name, error)
-        else:
-            candidates.append(one)
-    return candidates
-
 
 # --------------------------------------------------------------------------------------------------------------------
 # Memory
 
-EAGER = "eager"
 #: Matrices of weights that eager attention needs at its peak: forward, and with backward.
 EAGER_MATRICES = {False: 3, True: 6}
 #: Share of the free memory that eager attention may take.
@@ -338,68 +304,40 @@ def memory(
     workloads.check_names(attention, backend)
     for direction in directions:
         for done in passes:
-            shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "seed": seed}
-            request = {**shape, "causal": direction == "causal", "backward": PASSES[done]}
-            names = list(_names(attention, backend, request))
+            setting = Setting(direction == "causal", "float32", PASSES[done], batch, heads, head_dim, seed)
+            keys = [*((name, "") for name in EXACT), *setting.supported(attention, backend)]
             for length in sorted(lengths):
-                for name, one_backend in names:
-                    if name == EAGER and not _fits(request, length):
+                for key in keys:
+                    if key[0] == EAGER and not _fits(setting, length):
                         continue
                     facts = {"direction": direction, "pass": done, "length": length}
-                    facts |= {"attention": name, "backend": one_backend}
-                    call = partial(_in_own_process, {**request, "name": name, "backend": one_backend}, length)
-                    yield Cell(facts, call, shape)
+                    facts |= {"attention": key[0], "backend": key[1]}
+                    yield Cell(facts, partial(_in_own_process, setting, key, length), vars(setting))
 
 
-def _fits(request: dict[str, Any], length: int) -> bool:
+def _fits(setting: Setting, length: int) -> bool:
     """Whether there is memory for the weights of eager attention."""
-    matrices = EAGER_MATRICES[request["backward"]]
-    needed = matrices * 4 * request["batch"] * request["heads"] * length**2
+    needed = EAGER_MATRICES[setting.backward] * 4 * setting.batch * setting.heads * length**2
     return needed < MEMORY_SHARE * (free_memory(torch.device("cpu")) or float("inf"))
 
 
-def _names(names: Any, backends: Any, request: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield from ((BASELINE, ""), (EAGER, ""))
-    for name in workloads.mechanism_names(names, request["causal"]):
-        try:
-            with torch.set_grad_enabled(request["backward"]):
-                supported = workloads.backends_of(_call({**request, "name": name, "backend": ""}, 64), backends)
-        except UNSUPPORTED_ERRORS as error:
-            workloads.left_out(name, error)
-            continue
-        yield from ((name, backend) for backend in supported)
-
-
-def _call(request: dict[str, Any], length: int) -> workloads.Call:
-    shape = (request["batch"], request["heads"], length, request["head_dim"])
-    inputs, causal = Inputs.make(*shape, "float32", "cpu", request["seed"]), request["causal"]
-    if request["name"] in (BASELINE, EAGER):
-        attend = (workloads.sdpa if request["name"] == BASELINE else workloads.eager)(causal)
-        return inputs.call(attend, request["backward"])
-    sizes = {name: request[name] for name in ("heads", "head_dim", "causal", "seed")}
-    module = workloads.build(request["name"], longest=max(length, 256), **sizes)
-    call = inputs.call(workloads.attend(module, causal), request["backward"], module)
-    return workloads.on_backend(call, request["backend"])
-
-
-def _in_own_process(request: dict[str, Any], length: int) -> Rows:
+def _in_own_process(setting: Setting, key: Key, length: int) -> Rows:
     """Measure in a process that is forked from one which has imported everything and computed nothing."""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
-            return pool.submit(peak, request, length, torch.get_num_threads()).result()
+            return pool.submit(peak, setting, key, length, torch.get_num_threads()).result()
         except BrokenProcessPool as error:
-            raise OSError(f"The process of {request['name']} at {length:,} tokens ended: too little memory?") from error
+            raise OSError(f"The process of {key[0]} at {length:,} tokens ended: too little memory?") from error
 
 
-def peak(request: dict[str, Any], length: int, threads: int) -> Rows:
+def peak(setting: Setting, key: Key, length: int, threads: int) -> Rows:
     """Return the peak of one call. A short call comes first: what libraries load on first use does not count."""
     torch.set_num_threads(threads)
-    with torch.set_grad_enabled(request["backward"]):
-        _call(request, min(256, length))()
-        value = peak_memory(_call(request, length), torch.device("cpu"))
+    with torch.set_grad_enabled(setting.backward):
+        setting.call(key, min(256, length))()
+        value = peak_memory(setting.call(key, length), torch.device("cpu"))
     if value is None:
         raise OSError("This system does not tell the peak of the resident set. It takes Linux.")
-    output = 4 * request["batch"] * request["heads"] * length * request["head_dim"]
-    return [{"bytes": value, "to_output": value / output}]
+    return [{"bytes": value, "to_output": value / (4 * setting.batch * setting.heads * length * setting.head_dim)}]

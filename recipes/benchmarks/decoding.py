@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.utils.timing import sample_interleaved
 
 from . import workloads
+from .attention import Setting
 from .runner import Cell, Cells, Rows
 from .workloads import BASELINE, UNSUPPORTED_ERRORS, Call, Inputs, ratio, spread
 
@@ -61,30 +62,17 @@ def decoding(
     workloads.check_names(attention, backend)
     for dtype in dtypes:
         for batch in batches:
-            tokens = Tokens(batch, heads, head_dim, dtype, device, seed)
-            steppers = list(_steppers(attention, backend, tokens, max(contexts) + EXTRA_TOKENS))
+            setting = Setting(True, dtype, False, batch, heads, head_dim, seed, device)
+            decoders = list(decoders_of(setting, attention, backend, max(contexts) + EXTRA_TOKENS))
+            names = [f"{one.attention} {one.backend}" for one in decoders]
             for context in sorted(contexts):
                 facts = {"dtype": dtype, "batch": batch, "context": context}
-                names = [f"{one.attention} {one.backend}" for one in steppers]
-                settings = {**vars(tokens), "names": names, "seconds": seconds}
-                yield Cell(facts, partial(_measure, tokens, steppers, context, seconds), settings)
+                call = partial(_measure, setting, decoders, context, seconds)
+                yield Cell(facts, call, {**vars(setting), "names": names, "seconds": seconds})
 
 
-class Tokens:
-    """q, k, v of any number of tokens: the same ones for the same number."""
-
-    def __init__(self, batch: int, heads: int, head_dim: int, dtype: str, device: str, seed: int) -> None:
-        self.batch, self.heads, self.head_dim = batch, heads, head_dim
-        self.dtype, self.device, self.seed = dtype, device, seed
-
-    def make(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        shape = (self.batch, self.heads, length, self.head_dim)
-        inputs = Inputs.make(*shape, self.dtype, self.device, self.seed)
-        return inputs.query, inputs.key, inputs.value
-
-
-class Stepper:
-    """A mechanism on a backend with its state. A constant state goes on; one that grows is put back after a step."""
+class Decoder:
+    """A mechanism on a backend with its state. A constant state goes on; one that grows stays as before a step."""
 
     def __init__(self, attention: str, backend: str, module: LinearAttention) -> None:
         self.attention, self.backend, self.module = attention, backend, module
@@ -92,20 +80,20 @@ class Stepper:
         self.state: State | None = None
         self.filled = 0
 
-    def advance(self, tokens: tuple[Tensor, Tensor, Tensor], state: State | None) -> State | None:
-        scaling = tokens[0].shape[3] ** -0.5
-        return self.module(AttentionInputs(*tokens, scaling=scaling, causal=True, state=state, return_state=True))[1]
+    def advance(self, tokens: Inputs, state: State | None) -> State | None:
+        qkv, scaling = (tokens.query, tokens.key, tokens.value), tokens.query.shape[3] ** -0.5
+        return self.module(AttentionInputs(*qkv, scaling=scaling, causal=True, state=state, return_state=True))[1]
 
     @torch.no_grad()
-    def fill(self, context: int, tokens: Tokens) -> None:
+    def fill(self, context: int, setting: Setting) -> None:
         """Advance the state to `context` tokens."""
         goal = min(context, SETTLED) if self.is_constant else context
         while self.filled < goal:
             piece = min(PIECE, goal - self.filled)
-            self.state = self.advance(tokens.make(piece), self.state)
+            self.state = self.advance(setting.inputs(piece), self.state)
             self.filled += piece
 
-    def call(self, token: tuple[Tensor, Tensor, Tensor]) -> Call:
+    def call(self, token: Inputs) -> Call:
         def step() -> None:
             if not self.is_constant:
                 self.advance(token, self.state)
@@ -117,53 +105,54 @@ class Stepper:
         return workloads.on_backend(step, self.backend)
 
 
-def _steppers(names: Sequence[str] | None, backends: Sequence[str] | None, tokens: Tokens, longest: int) -> Any:
+def decoders_of(
+    setting: Setting, names: Sequence[str] | None, backends: Sequence[str] | None, longest: int
+) -> Iterator[Decoder]:
+    """Yield every mechanism that has a state, on every backend that supports a step."""
     for name in workloads.mechanism_names(names, causal=True):
         if ATTENTIONS.get(name).state == "none":
             continue
-        sizes: dict[str, Any] = {"heads": tokens.heads, "head_dim": tokens.head_dim, "causal": True}
-        sizes |= {"dtype": getattr(torch, tokens.dtype), "device": tokens.device, "seed": tokens.seed}
         try:
-            module = workloads.build(name, longest=longest, **sizes)
-            trial = Stepper(name, "", module)
-            trial.fill(2, tokens)
+            module = setting.form(name, longest).module
+            trial = Decoder(name, "", module)
+            trial.fill(2, setting)
             with torch.no_grad():
-                supported = workloads.backends_of(trial.call(tokens.make(1)), backends)
+                supported = workloads.backends_of(trial.call(setting.inputs(1)), backends)
         except UNSUPPORTED_ERRORS as error:
             workloads.left_out(name, error)
-            continue
-        yield from (Stepper(name, backend, module) for backend in supported)
+        else:
+            yield from (Decoder(name, backend, module) for backend in supported)
 
 
 @torch.no_grad()
-def _measure(tokens: Tokens, steppers: Sequence[Stepper], context: int, seconds: float) -> Rows:
-    token = tokens.make(1)
-    for one in steppers:
-        one.fill(context, tokens)
-    calls: dict[Any, Call] = {(one.attention, one.backend): one.call(token) for one in steppers}
-    cache_bytes = 2 * context * token[0].nbytes
-    if 4 * cache_bytes < MEMORY_SHARE * (free_memory(torch.device(tokens.device)) or float("inf")):
-        calls[BASELINE, ""] = growing_cache(token, context, tokens.seed)
-    features = {one.attention: workloads.num_features(one.module) for one in steppers}
-    floors: dict[Any, Call] = {count: state_floor(token[0], count) for count in features.values() if count is not None}
-    samples = sample_interleaved(calls | floors, seconds=seconds, device=torch.device(tokens.device))
-    sizes = {(one.attention, one.backend): sum(part.nbytes for part in (one.state or {}).values()) for one in steppers}
+def _measure(setting: Setting, decoders: Sequence[Decoder], context: int, seconds: float) -> Rows:
+    token, device = setting.inputs(1), torch.device(setting.device)
+    calls: dict[Any, Call] = {}
+    for one in decoders:
+        one.fill(context, setting)
+        calls[one.attention, one.backend] = one.call(token)
+    cache_bytes = 2 * context * token.key.nbytes
+    if 4 * cache_bytes < MEMORY_SHARE * (free_memory(device) or float("inf")):
+        calls[BASELINE, ""] = growing_cache(token, context, setting.seed)
+    features = {one.attention: workloads.num_features(one.module) for one in decoders}
+    floors: dict[Any, Call] = {m: state_floor(token.query, m) for m in features.values() if m is not None}
+    samples = sample_interleaved(calls | floors, seconds=seconds, device=device)
+    sizes = {(one.attention, one.backend): sum(part.nbytes for part in (one.state or {}).values()) for one in decoders}
     rows: Rows = []
     for key in calls:
         row: dict[str, Any] = {"attention": key[0], "backend": key[1], "seconds": spread(samples[key])}
         row["bytes"] = sizes.get(key, cache_bytes)
         if (BASELINE, "") in samples:
             row["speedup"] = ratio(samples[BASELINE, ""], samples[key])
-        count = features.get(key[0])
-        if count is not None:
+        if (count := features.get(key[0])) is not None:
             row["over_floor"] = ratio(samples[key], samples[count])
         rows.append(row)
     return rows
 
 
-def growing_cache(token: tuple[Tensor, Tensor, Tensor], context: int, seed: int) -> Call:
+def growing_cache(token: Inputs, context: int, seed: int) -> Call:
     """Return a step of exact attention after random keys and values."""
-    query, key, value = token
+    query, key, value = token.query, token.key, token.value
     generator = torch.Generator().manual_seed(seed)
     size = (*key.shape[:2], context, key.shape[3])
     keys, values = (torch.randn(size, generator=generator).to(key) for _ in range(2))
@@ -171,7 +160,7 @@ def growing_cache(token: tuple[Tensor, Tensor, Tensor], context: int, seed: int)
 
 
 def state_floor(query: Tensor, features: int) -> Call:
-    """Return what a step cannot go without: `S += φ(k) vᵀ` in place and `φ(q)ᵀ S`, in float32, m features given."""
+    """Return what no step can go without: `S += φ(k) vᵀ` in place and `φ(q)ᵀ S`, in float32, with m features."""
     rows, width = query.shape[0] * query.shape[1], query.shape[3]
     options: dict[str, Any] = {"device": query.device, "dtype": torch.float32}
     state, value = torch.zeros(rows, features, width, **options), torch.rand(rows, 1, width, **options)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_linear_attn import list_attentions, patch_model
@@ -86,12 +86,11 @@ def _measure(all_models: Mapping[str, Any], done: str, length: int, seconds: flo
     for name, metrics in values.items():
         by_name = {metric["metric"]: metric for metric in metrics}
         timed = by_name["seconds"]
-        seconds_row = {"median": timed["value"], **{key: timed[key] for key in ("p20", "p80", "rounds")}}
-        speedup = {"median": timed["speedup"], "p20": timed["speedup_p20"], "p80": timed["speedup_p80"]}
-        row = {"attention": name, "seconds": seconds_row, "speedup": {**speedup, "rounds": timed["rounds"]}}
-        if "cache_bytes" in by_name:
-            row["bytes"] = by_name["cache_bytes"]["value"]
-        rows.append(row)
+        row = {"attention": name, "seconds": {"median": timed["value"]}, "speedup": {"median": timed["speedup"]}}
+        for share in ("p20", "p80"):
+            row["seconds"][share], row["speedup"][share] = timed[share], timed[f"speedup_{share}"]
+        row["seconds"]["rounds"] = row["speedup"]["rounds"] = timed["rounds"]
+        rows.append(row | ({"bytes": by_name["cache_bytes"]["value"]} if done == DECODING else {}))
     return rows
 
 
@@ -100,8 +99,6 @@ def _measure(all_models: Mapping[str, Any], done: str, length: int, seconds: flo
 
 #: Tokens of the shorter of the two calls of `generate` whose difference is a sample.
 FEW_TOKENS = 2
-
-Sample = Callable[[Any, bool], float]
 
 
 def compiled(
@@ -131,73 +128,55 @@ def compiled(
     torch._dynamo.config.recompile_limit = 100  # of one piece of code of Transformers, which all models here share
     for shape in shapes:
         for dtype in dtypes:
-            works = {"forward": _forward_seconds(length)}
-            if shape != "BERT-base":
-                works["token"] = _token_seconds(length, tokens)
-            for work, sample in works.items():
-                longest = length + FEW_TOKENS + tokens
-                call = partial(_compare_compiled, shape, dtype, attention, longest, sample, rounds)
+            exact = workloads.model_of(shape, length + FEW_TOKENS + tokens, dtype=dtype)
+            works = {"forward": _forward_calls} | ({"token": _token_calls} if exact.can_generate() else {})
+            for work, calls_of in works.items():
+                call = partial(_compare_compiled, calls_of, exact, attention, length, tokens, rounds)
                 settings = {"names": attention, "length": length, "tokens": tokens, "rounds": rounds}
                 yield Cell({"model": shape, "dtype": dtype, "work": work}, call, settings)
 
 
-def _compare_compiled(
-    shape: str, dtype: str, names: tuple[str, ...], longest: int, sample: Sample, rounds: int
-) -> Rows:
+def _compare_compiled(calls_of: Any, exact: Any, names: tuple[str, ...], length: int, tokens: int, rounds: int) -> Rows:
     torch._dynamo.reset()
-    exact, variants = workloads.model_of(shape, longest, dtype=dtype), {}
+    calls: dict[Any, Call] = {}
     for name in names:
         for is_compiled in (False, True):
-            model = shared_copy(exact)
-            if name != BASELINE:
-                patch_model(model, name)
+            model = shared_copy(exact) if name == BASELINE else patch_model(shared_copy(exact), name)
             if is_compiled:
                 model.forward = torch.compile(model.forward)
-            variants[name, is_compiled] = model
-    samples: dict[tuple[str, bool], list[float]] = {key: [] for key in variants}
-    for number in range(rounds + 2):  # the first round compiles, the second one warms up
-        for key, model in variants.items():
-            seconds = sample(model, key[1])
-            if number >= 2:
-                samples[key].append(seconds)
+            for index, call in enumerate(calls_of(model, length, tokens, is_compiled)):
+                calls[name, is_compiled, index] = call
+    # The first call compiles, and the second one warms up.
+    counts: dict[str, int] = {"warmup": 2, "min_rounds": rounds, "max_rounds": rounds}
+    samples = sample_interleaved(calls, seconds=0.0, repeat=False, **counts)
+
+    def seconds(name: str, is_compiled: bool) -> Any:
+        long, *short = (np.array(samples[key]) for key in calls if key[:2] == (name, is_compiled))
+        return (long - short[0]) / tokens if short else long
+
     return [
         {
             "attention": name,
-            "eager": spread(samples[name, False]),
-            "compiled": spread(samples[name, True]),
-            "speedup": ratio(samples[name, False], samples[name, True]),
+            "eager": spread(seconds(name, False)),
+            "compiled": spread(seconds(name, True)),
+            "speedup": ratio(seconds(name, False), seconds(name, True)),
         }
         for name in names
     ]
 
 
-def _forward_seconds(length: int) -> Sample:
+def _forward_calls(model: Any, length: int, tokens: int, is_compiled: bool) -> list[Call]:
     ids = torch.full((1, length), TOKENS[0])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # a decoder without a mask traces a full one
-
-    @torch.no_grad()
-    def seconds(model: Any, is_compiled: bool) -> float:
-        extra = {"use_cache": False, "logits_to_keep": 1} if model.can_generate() else {}
-        began = time.perf_counter()
-        model(**inputs, **extra)
-        return time.perf_counter() - began
-
-    return seconds
+    extra = {"use_cache": False, "logits_to_keep": 1} if model.can_generate() else {}
+    return [torch.no_grad()(partial(model, **inputs, **extra))]
 
 
-def _token_seconds(context: int, tokens: int) -> Sample:
-    prompt = torch.full((1, context), TOKENS[0])
-
-    def seconds(model: Any, is_compiled: bool) -> float:
-        cache = {"cache_implementation": "static"} if is_compiled else {}
-        times = []
-        for count in (FEW_TOKENS + tokens, FEW_TOKENS):
-            began = time.perf_counter()
-            model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **cache)
-            times.append(time.perf_counter() - began)
-        return (times[0] - times[1]) / tokens
-
-    return seconds
+def _token_calls(model: Any, length: int, tokens: int, is_compiled: bool) -> list[Call]:
+    """Return two calls of `generate`, the longer one first: their difference is the time of the tokens."""
+    options = {"do_sample": False, "pad_token_id": 0} | ({"cache_implementation": "static"} if is_compiled else {})
+    generate = partial(model.generate, torch.full((1, length), TOKENS[0]), **options)
+    return [partial(generate, max_new_tokens=n, min_new_tokens=n) for n in (FEW_TOKENS + tokens, FEW_TOKENS)]
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -86,6 +86,17 @@ def test_whole_models(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny_shapes")
+def test_what_compilation_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    options: dict[str, Any] = {"attention": ("sdpa", "hedgehog"), "shapes": ("encoder", "decoder"), "rounds": 2}
+    rows = rows_of("compiled", tmp_path / "out", **options, dtypes=("float32",), length=16, tokens=4)
+    works = [(row["model"], row["work"], row["attention"]) for row in rows[::2]]
+    assert works == [("encoder", "forward", "sdpa"), ("decoder", "forward", "sdpa"), ("decoder", "token", "sdpa")]
+    assert all(row["speedup"]["rounds"] == row["compiled"]["rounds"] == 2 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_shapes")
 def test_a_step_of_attention_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randint", lambda low, high, size: torch.ones(size, dtype=torch.long))
     options: dict[str, Any] = {"shapes": ("encoder", "decoder"), "lengths": (16,), "seconds": 0.001}
@@ -148,9 +159,9 @@ def test_memory_of_a_fresh_process(tmp_path: Path) -> None:
 
 def test_eager_attention_beyond_the_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "free_memory", lambda device: 10.1 * 4 * 2 * 64**2)
-    request = {"batch": 1, "heads": 2, "backward": True}
-    assert attention._fits(request, 64)
-    assert not attention._fits(request, 65)
+    setting = attention.Setting(True, "float32", True, batch=1, heads=2, head_dim=8, seed=0)
+    assert attention._fits(setting, 64)
+    assert not attention._fits(setting, 65)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -204,9 +215,8 @@ def test_products_count_as_stated(causal: bool) -> None:
 
 @pytest.mark.parametrize("name", attention.PEERS)
 def test_peers_run_where_they_are_installed(name: str) -> None:
-    setting = attention.Setting(True, "float32", False, 1, 2, 8, 0, "cpu")
-    found = {one.attention: one for one in attention.peer_candidates(setting)}
-    if name not in found:
+    setting = attention.Setting(True, "float32", False, batch=1, heads=2, head_dim=8, seed=0)
+    if (name, "") not in setting.supported((), None, peers=True):
         pytest.skip(f"{name.partition(':')[0]} is not installed, or does not run on a CPU")
-    out: Any = found[name].call(setting, inputs := setting.inputs(64))()
-    assert out.shape == inputs.query.shape
+    out: Any = setting.call((name, ""), 64)()
+    assert out.shape == setting.inputs(64).query.shape
