@@ -22,5 +22,5 @@ hf-linear-attn plan gpt2 --budget "1.5x at 4096" --attention window --options.wi
 hf-linear-attn plan ./bert-sst2 --budget "0.5 points" --data.task sst2 --save_model out
 hf-linear-attn patch gpt2 out --plan plan/plan.json
 
-The exit code is 0 if the budget is met, 1 if it is not, and 3 if the data cannot judge it.""",
+The exit code is 0 if the budget is met, 1 if it is not, and 3 if the data cannot measure it.""",
 )

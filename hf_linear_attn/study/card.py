@@ -94,7 +94,7 @@ def validation_rows(facts: Mapping[str, Any]) -> int:
 def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     """Return sentences about the student's metric beside that of the control, if any, else of the teacher.
 
-    Nothing is said where the data cannot judge attention: the teacher must be clearly better than the most frequent
+    Nothing is said where the data cannot measure attention: the teacher must be clearly better than the most frequent
     answer, or than itself with attention switched off. A share of a metric that is not positive says nothing either.
     """
     metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
@@ -124,7 +124,7 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
 
 
 def _cannot_judge(facts: dict[str, Any], state: dict[str, Any], metric: str, higher: bool) -> str:
-    """Return why the data cannot judge attention; empty if they can."""
+    """Return why the data cannot measure attention; empty if they can."""
     teacher, rows = state.get("teacher") or {}, validation_rows(facts)
     value, floor = teacher.get(metric), facts.get("most_frequent_answer")
     if value is None:
@@ -141,7 +141,7 @@ def _cannot_judge(facts: dict[str, Any], state: dict[str, Any], metric: str, hig
         return ""
     texts = [with_error(metric, side, rows) for side in (teacher, without)]
     return (
-        f"These data cannot judge attention: the teacher's {metric} ({texts[0]}) is not clearly better than with its "
+        f"These data cannot measure attention: the teacher's {metric} ({texts[0]}) is not clearly better than with its "
         f"attention switched off ({texts[1]}). Give longer texts, or those that the model was made for."
     )
 

@@ -210,7 +210,6 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
         evaluation = evaluate(config.model, output=config.output, progress=screen, config=config, examples=examples)
     evaluation.save(config.output)
     path = evaluation.report(config.output)
-    screen.log(evaluation.headline())
     for title, frame in evaluation.examples().items():
         screen.log(title)
         screen.table(frame)

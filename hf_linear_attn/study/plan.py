@@ -68,7 +68,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
 
         plan(model="gpt2", budget="2% perplexity", data={"dataset": "wiki.txt"}, output="plan").met
 
-    Where the data cannot judge attention, no plan is written for a budget of quality.
+    Where the data cannot measure attention, no plan is written for a budget of quality.
 
     Args:
         config: What is searched, and how thoroughly.

@@ -189,7 +189,7 @@ class PlanResult:
 
     def _outcome(self) -> str:
         if not self.conclusive:
-            return "cannot be judged on these data, so there is no plan"
+            return "cannot be measured on these data, so there is no plan"
         budget, plan = self.budget, f"{self.chosen.count} of {self.total} {self.part} as {self.attention}"
         if self.single_layers:
             plan += f" (layers {', '.join(map(str, self.layers))})"
@@ -247,7 +247,7 @@ def format_divergence(value: float | None) -> str:
 
 
 def write_plan(result: PlanResult, facts: Mapping[str, Any], folder: Path) -> None:
-    """Write the report with its plot, and the plan itself, unless the data cannot judge one."""
+    """Write the report with its plot, and the plan itself, unless the data cannot measure the budget."""
     plot, plan = draw_curve(result, facts["model"]["name"]), json.dumps(result.plan, indent=1, ensure_ascii=False)
     template, embedded = page_template("plan.html"), base64.b64encode(plot).decode()
     page = template.render(result=result, plot=embedded, plan=plan, inputs_text=inputs_text, **facts)
@@ -275,7 +275,7 @@ def draw_curve(result: PlanResult, model_name: str) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure, grid = new_figure(2.8 * len(panels), len(panels), sharex=True, squeeze=False)
         figure.suptitle(
-            model_name if result.conclusive else f"{model_name}: these data cannot judge attention, no plan"
+            model_name if result.conclusive else f"{model_name}: these data cannot measure attention, no plan"
         )
         for name, axes in zip(panels, grid[:, 0], strict=True):
             axes.set_ylabel(titles[name])

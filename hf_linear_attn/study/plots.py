@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..measure.speed import DECODING, FORWARD
 from ..utils.extras import require_packages
-from ..utils.formatting import fixed, format_bytes, format_seconds
+from ..utils.formatting import format_bytes, format_seconds
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 
-#: The looks of the two rows that every evaluation has, and the colour of bars before attention transfer.
+#: The looks of the two rows that every evaluation has.
 REFERENCES: dict[str, dict[str, Any]] = {
     EXACT_LABEL: {"color": "#000000", "marker": "X", "linewidth": 2.2},
     WITHOUT_ATTENTION: {"color": "#767676", "marker": "", "linestyle": (0, (4, 3)), "linewidth": 1.6},
 }
-BEFORE_COLOR = "#B5B5B5"
 
 #: Inches; at 10 points on 5.6 inches, text is about 9 pixels high on a screen of 390 pixels.
 WIDTH, DPI = 5.6, 160
@@ -46,8 +45,6 @@ STYLE: Any = {
 CAPTIONS = {
     "quality_vs_speed": "Quality against speed at the length of interest. Hollow: as patched; filled: after attention "
     "transfer or conversion. Up and right is better.",
-    "quality": "Scores beside the exact model and the same model without attention. Bars: mean over seeds, with the "
-    "standard deviation.",
     "time": "Time of one forward pass of the whole model, batch 1. Bands: 20th to 80th percentile.",
     "memory": "Peak memory of one forward pass beyond weights and inputs.",
     "fidelity": "Relative error of the attention outputs by layer, mean over heads; 1 is as wrong as zeros.",
@@ -78,7 +75,7 @@ def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
     require_packages("matplotlib", extra="demo", purpose="A report")
     import matplotlib
 
-    drawings: dict[str, Callable[[Evaluation], Any]] = {"quality": _quality}
+    drawings: dict[str, Callable[[Evaluation], Any]] = {}
     if evaluation.lengths(FORWARD):
         drawings["quality_vs_speed"] = _quality_vs_speed
     if len(evaluation.select("fidelity", "output_error")):
@@ -115,7 +112,7 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     means = []
     for label in evaluation.labels:
         points = [evaluation.quality(score, label, before=before) for before in (True, False)]
-        known, speedup = [point.mean for point in points if point is not None], evaluation.speedup(label, length)
+        known, speedup = [point.mean for point in points if point is not None], evaluation.speedup(label, length)[0]
         if not known or speedup is None:
             continue
         style = {**_style(evaluation, label), "linestyle": "none", "markersize": 9}
@@ -132,33 +129,6 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     axes.set_xlabel(f"times as fast as exact attention at {length:,} tokens")
     axes.set_title(f"{score.title} against speed")
     _legend(figure, axes)
-    return figure
-
-
-def _quality(evaluation: Evaluation) -> Any:
-    """Bars of each score: as patched and after transfer, with lines for exact attention and for none."""
-    scores = [score for score in evaluation.scores if evaluation.quality(score, EXACT_LABEL) is not None]
-    labels = [label for label in evaluation.labels if label not in REFERENCES]
-    figure, grid = new_figure((0.55 * len(labels) + 1.4) * len(scores), rows=len(scores), squeeze=False)
-    for axes, score in zip(grid[:, 0], scores, strict=True):
-        for before, color, shift in ((True, BEFORE_COLOR, 0.2), (False, COLORS[0], -0.2)):
-            bars = {label: evaluation.quality(score, label, before=before) for label in labels}
-            single = [evaluation.quality(score, label, before=True) is None for label in labels]
-            rows = [shift * (not single[row]) - row for row, label in enumerate(labels) if bars[label] is not None]
-            known = [bar for bar in bars.values() if bar is not None]
-            errors = [bar.std or 0.0 for bar in known]
-            drawn = axes.barh(rows, [bar.mean for bar in known], 0.36, color=color, xerr=errors, ecolor="#444444")
-            axes.bar_label(drawn, [fixed(bar.mean, score.digits) for bar in known], padding=2, fontsize=8.5)
-        for label in REFERENCES:
-            quality = evaluation.quality(score, label)
-            if quality is not None:
-                style = {**_style(evaluation, label), "marker": ""}
-                axes.axvline(quality.mean, label=_name(evaluation, label), **style)
-        axes.set_yticks([-index for index in range(len(labels))], labels)
-        axes.margins(x=0.18)
-        axes.grid(axis="y", visible=False)
-        axes.set_title(f"{score.title} ({'higher' if score.higher_is_better else 'lower'} is better)")
-    _legend(figure, grid[0, 0])
     return figure
 
 

@@ -92,7 +92,6 @@ def render_markdown(evaluation: Evaluation) -> str:
     parts = [
         f"# Linear attention in {evaluation.info['model']['name']}",
         lead(evaluation),
-        evaluation.headline(),
         *(f"**{title}**\n\n{frame.to_markdown()}" for title, frame in evaluation.examples().items()),
         evaluation.summary().to_markdown(),
         "\n".join(f"- {one.label}: {one.sentence}" for one in evaluation.conclusions()),

@@ -90,7 +90,7 @@ class Comparison:
         """Return what is kept of the score, such as `keeps 97.3% of STS-B Spearman`."""
         title, assessment = self.score.title, self.assessment
         if not assessment.valid:
-            return f"{title}: no verdict"
+            return f"{title}: no conclusion"
         if assessment.below_floor:
             return f"{title}: worse than without attention"
         if self.score.agreement:
@@ -159,9 +159,9 @@ class Evaluation:
             rows = rows[rows[name] == expected]
         return rows
 
-    def value(self, measurement: str, metric: str, *, column: str = "value", **columns: Any) -> float | None:
+    def value(self, measurement: str, metric: str, **columns: Any) -> float | None:
         """Return the only value of a metric with these columns, the mean of several, or None."""
-        mean = float(self.select(measurement, metric, **columns)[column].astype(float).mean())
+        mean = float(self.select(measurement, metric, **columns)["value"].astype(float).mean())
         return None if math.isnan(mean) else mean
 
     def quality(self, score: Score, label: str, *, before: bool = False) -> Quality | None:
@@ -185,43 +185,32 @@ class Evaluation:
         counts = self.select(measurement, "seconds", batch_size=batch_size)["length"].value_counts()
         return sorted(int(length) for length in counts.index[counts == counts.max()])
 
+    def nearest_length(self, measurement: str = FORWARD) -> int | None:
+        """Return the timed length that is nearest to the user's own (without one, the longest), or None."""
+        lengths, own = self.lengths(measurement), self.info["settings"]["length"]
+        return min(lengths, key=lambda length: abs(length - (own or lengths[-1])), default=None)
+
     @property
     def length(self) -> int | None:
-        """The measured length that is nearest to the user's own."""
-        return self._nearest(FORWARD, 1) or None
+        """The timed length that is nearest to the user's own."""
+        return self.nearest_length()
 
-    def _nearest(self, measurement: str, batch_size: int) -> int:
-        """The measured length that is nearest to the user's own; without one, the longest; 0: nothing was measured."""
-        lengths, own = self.lengths(measurement, batch_size), self.info["settings"]["length"]
-        return min(lengths, key=lambda length: abs(length - (own or lengths[-1])), default=0)
+    def speedup(self, label: str, length: int, measurement: str = FORWARD) -> tuple[float | None, bool]:
+        """Return the time of the exact model divided by this one's, both timed side by side, and whether it is sure.
 
-    def speedup(self, label: str, length: int, measurement: str = FORWARD) -> float | None:
-        """Return the time of the exact model divided by this one's; both were timed side by side."""
-        return self.value(measurement, "seconds", column="speedup", label=label, length=length, batch_size=1)
-
-    def measurable(self, label: str, length: int, measurement: str = FORWARD) -> bool:
-        """Return whether the spread of a speedup is narrower than its effect (see `utils.timing.is_measurable`)."""
-        ends = [
-            self.value(measurement, "seconds", column=column, label=label, length=length, batch_size=1)
-            for column in ("speedup_p20", "speedup_p80")
-        ]
-        return ends[0] is None or ends[1] is None or is_measurable(ends[0], ends[1])
+        It is not where its spread is wider than its effect (see `utils.timing.is_measurable`).
+        """
+        rows = self.select(measurement, "seconds", label=label, length=length, batch_size=1).dropna(subset="speedup")
+        if not len(rows):
+            return None, True
+        row = rows.iloc[-1]
+        return float(row["speedup"]), is_measurable(row["speedup_p20"], row["speedup_p80"])
 
     def crossover(self, label: str) -> Crossover | None:
         """Return the length from which a mechanism is faster than the exact model, by what is measurable."""
         rows = self.select(FORWARD, "seconds", label=label, batch_size=1).dropna(subset="speedup").sort_values("length")
-        rows = rows[[self.measurable(label, int(length)) for length in rows["length"]]]
+        rows = rows[[*map(is_measurable, rows["speedup_p20"], rows["speedup_p80"])]]
         return crossover(rows["length"].astype(int).tolist(), rows["speedup"].tolist()) if len(rows) else None
-
-    def _cell(self, label: str, measurement: str, metric: str, length: int, batch_size: int = 1) -> str:
-        """Return a measured value with its unit, or a dash. In place of a speedup, the exact model has its time."""
-        column = "value"
-        if metric == "speedup":
-            column, metric = ("value" if label == EXACT_LABEL else "speedup"), "seconds"
-        columns: dict[str, Any] = {"label": label, "length": length, "batch_size": batch_size}
-        if column == "speedup" and not self.measurable(label, length, measurement):
-            return NOT_MEASURABLE
-        return _text(self.value(measurement, metric, column=column, **columns), FORMATS.get(column, FORMATS[metric]))
 
     def compare(self, label: str, score: Score) -> Comparison | None:
         """Compare a row's score with that of exact attention, and with that of the model without attention.
@@ -260,7 +249,7 @@ class Evaluation:
     def mean_share(self, label: str) -> float | None:
         """Return the mean over the labelled tasks of the share that is kept, where a better score counts as 1.
 
-        The result is None with fewer than two tasks, or where one of them cannot judge attention.
+        The result is None with fewer than two tasks, or where one of them cannot measure attention.
         """
         comparisons = [self.compare(label, score) for score in self.scores if score.measurement == "task"]
         shares = [one.share or 1.0 for one in comparisons if one is not None and one.assessment.valid]
@@ -278,11 +267,13 @@ class Evaluation:
         return [self._conclusion(label) for label in self.mechanisms]
 
     def _conclusion(self, label: str) -> Conclusion:
-        speedup = None if self.length is None else self.speedup(label, self.length)
-        measurable = self.length is None or self.measurable(label, self.length)
-        parts = [] if speedup is None else [f"{_speed_text(speedup, measurable)} at {self.length:,} tokens"]
+        parts, speedup = [], None
+        if self.length is not None:
+            speedup, is_sure = self.speedup(label, self.length)
+            parts += [] if speedup is None else [f"{_speed_text(speedup, is_sure)} at {self.length:,} tokens"]
+            speedup = speedup if is_sure else None
         comparisons = [one for score in self.scores if (one := self.compare(label, score)) is not None]
-        worthwhile = _worthwhile(speedup if measurable else None, comparisons[0] if comparisons else None)
+        worthwhile = _worthwhile(speedup, comparisons[0] if comparisons else None)
         if worthwhile is not False and self._quality_of_short_inputs():
             worthwhile = None
         return Conclusion(label, f"{', '.join(parts + [one.text() for one in comparisons])}.", worthwhile)
@@ -295,31 +286,20 @@ class Evaluation:
         return int(self.value(self.scores[0].measurement, "longest_input", label=EXACT_LABEL) or 0)
 
     def warnings(self) -> list[str]:
-        """Return what limits the conclusions: data that cannot judge attention, noisy times, another precision."""
+        """Return what limits the conclusions: data that cannot measure attention, noisy times, another precision."""
         lines = []
         for score in self.scores:
             exact, (floor, name) = self.compare(EXACT_LABEL, score), self._floor(score)
             if exact is not None and floor is not None and not exact.assessment.valid:
                 own, lowest = (fixed(quality.mean, score.digits) for quality in (exact.own, floor))
                 problem = f"the exact model ({own}) is not clearly better than {name} ({lowest})"
-                lines.append(f"{score.title}: these data cannot judge attention: {problem}. No verdict is given.")
+                lines.append(f"{score.title}: these data cannot measure attention: {problem}. No conclusion is drawn.")
         if self._quality_of_short_inputs():
             lines.append(f"Quality was measured on inputs of at most {self.longest_quality_input():,} tokens.")
         timed, own = self.info["settings"]["dtype"], self.info["model"]["dtype"]
         if timed != own:
             lines.append(f"Times are those of {timed}; quality was measured in {own}.")
         return [*lines, *self.info["notes"]]
-
-    def headline(self) -> str:
-        """Return in one sentence from which length linear attention pays here; an empty text if nothing was timed."""
-        parts, lengths = [], self.lengths(FORWARD)
-        for label in self.mechanisms:
-            change = self.crossover(label)
-            if change is not None:
-                start = "is not faster yet" if change.relation == ">" else f"is faster from {change} tokens on"
-                factor = self._cell(label, FORWARD, "speedup", lengths[-1])
-                parts.append(f"{label} {start} ({factor} at {self.length_title(lengths[-1])} tokens)")
-        return f"Linear attention pays on long inputs: {'; '.join(parts)}." if parts else ""
 
     def length_title(self, length: int) -> str:
         """Return a length as text, with a mark beyond the model's positions, which a note explains."""
@@ -358,18 +338,24 @@ class Evaluation:
                 row[score.title] = "–" if own is None else own.text(score.digits)
             compared = None if label == EXACT_LABEL else self.compare(label, score)
             row[f"{score.title} {'kept' if score.higher_is_better else 'change'}"] = compared.kept if compared else "–"
-        mean = self.mean_share(label) if label in self.mechanisms else None
-        row["mean over tasks"] = _text(mean, "{:.1%}".format)
+        row["mean over tasks"] = _text(self.mean_share(label) if label in self.mechanisms else None, "{:.1%}".format)
         row["faster from"] = _text(self.crossover(label) if label in self.mechanisms else None, str)
-        shown = [(name, name, "speedup") for name in (FORWARD, TRAINING, DECODING)]
-        for title, measurement, metric in (
-            *shown,
-            ("memory", FORWARD, "peak_memory"),
-            ("cache", DECODING, "cache_bytes"),
-        ):
-            length = self._nearest(measurement, 1)
-            row[f"{title} at {self.length_title(length)}"] = self._cell(label, measurement, metric, length)
+        for measurement in (FORWARD, TRAINING, DECODING):
+            if (length := self.nearest_length(measurement)) is not None:
+                row[f"{measurement} at {self.length_title(length)}"] = self._speed(label, measurement, length)
+        for title, measurement, metric in (("memory", FORWARD, "peak_memory"), ("cache", DECODING, "cache_bytes")):
+            if (length := self.nearest_length(measurement)) is not None:
+                number = self.value(measurement, metric, label=label, length=length, batch_size=1)
+                row[f"{title} at {self.length_title(length)}"] = _text(number, FORMATS[metric])
         return row
+
+    def _speed(self, label: str, measurement: str, length: int) -> str:
+        """Return how many times as fast a row is, or the time of the exact model."""
+        if label == EXACT_LABEL:
+            seconds = self.value(measurement, "seconds", label=label, length=length, batch_size=1)
+            return _text(seconds, FORMATS["seconds"])
+        speedup, is_sure = self.speedup(label, length, measurement)
+        return _text(speedup, FORMATS["speedup"]) if is_sure else NOT_MEASURABLE
 
     def report(self, folder: str | Path) -> Path:
         """Write `report.html` with its plots and `report.md` to a folder; return the path of the page.

@@ -81,7 +81,7 @@ def test_files_and_screen(decoder: tuple[Evaluation, str, Path]) -> None:
     evaluation, screen, output = decoder
     names = {path.name for path in output.iterdir()}
     assert {"records.jsonl", "records.csv", "evaluation.json", "report.html", "report.md", "learned"} <= names
-    assert {"quality_vs_speed.png", "quality.png", "time.png", "fidelity.png", "decoding.png", "recall.png"} <= names
+    assert {"quality_vs_speed.png", "time.png", "fidelity.png", "decoding.png", "recall.png"} <= names
     page, text = ((output / name).read_text(encoding="utf-8") for name in ("report.html", "report.md"))
     for conclusion in evaluation.conclusions():
         assert f"{conclusion.label}: {conclusion.sentence}" in screen.replace("\n", "")

@@ -236,11 +236,11 @@ def test_a_choice_that_other_data_do_not_confirm(search: Any) -> None:
 def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
     result = search("1000 nats", {**LOSSES, "none": 0.9})
     assert (result.informative, result.met) == (False, False)
-    assert result.summary()[0] == "The budget '1000 nats' cannot be judged on these data, so there is no plan."
+    assert result.summary()[0] == "The budget '1000 nats' cannot be measured on these data, so there is no plan."
     assert "clearly better there than the model without attention (perplexity 2.72 against 2.46" in result.summary()[1]
     fast = search("1000x at 16", {**LOSSES, "none": 0.9}, seconds=0.001)
     assert any("says nothing about attention" in sentence for sentence in fast.summary())
-    # Nothing is planned, and no row is marked; a budget of speed can be judged.
+    # Nothing is planned, and no row is marked; a budget of speed can be measured.
     assert (result.plan, result.exit_code) == (None, 3)
     assert not result.table["chosen"].any()
     assert not any("★" in name for name in result.formatted_table().index)

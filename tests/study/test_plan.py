@@ -386,7 +386,7 @@ def test_nothing_is_planned_where_the_data_cannot_judge(
     save = ["--save_model", str(tmp_path / "model")]
     assert main(arguments(folder, tmp_path / "plan", "1000000% perplexity", *save)) == 3
     screen = " ".join(capsys.readouterr().out.split())
-    assert "cannot be judged on these data, so there is no plan." in screen
+    assert "cannot be measured on these data, so there is no plan." in screen
     assert "No plan was written." in screen
     assert "★" not in screen
     assert {path.name for path in (tmp_path / "plan").iterdir()} == FILES - {"plan.json"}
@@ -395,7 +395,7 @@ def test_nothing_is_planned_where_the_data_cannot_judge(
     assert "The plan</h2>" not in page
     assert report_of(tmp_path / "plan")["result"]["plan"] is None
     assert not (tmp_path / "model").exists()
-    # A budget of speed can be judged. Its plan says that quality cannot; another budget takes it away again.
+    # A budget of speed can be measured. Its plan says that quality cannot; another budget takes it away again.
     assert main(arguments(folder, tmp_path / "plan", "1.0001x at 32", "--resume")) in (0, 1)
     assert "says nothing about attention" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "plan" / "plan.json").is_file()

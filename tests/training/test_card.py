@@ -261,7 +261,7 @@ def test_a_language_model_must_be_clearly_better_than_without_attention(without,
     """By 2 % of its loss and three standard errors of the difference."""
     state = {**LM_STATE, "no attention": {"loss": without, "loss_stderr": stderr}}
     sentence = comparison(facts("loss", higher=False), state)
-    assert ("These data cannot judge attention" in sentence) is not valid
+    assert ("These data cannot measure attention" in sentence) is not valid
     assert ("better than the teacher's, 3.90 ± 0.02 against 4.00 ± 0.02" in sentence) is valid
 
 

@@ -200,7 +200,7 @@ def test_data_that_cannot_judge_attention(folder: Path, tmp_path: Path) -> None:
     stages = convert(config, console=Console(file=screen, width=400))["stages"]
     assert stages["no attention"]["loss"] == pytest.approx(stages["teacher"]["loss"], rel=0.02)
     for text in (screen.getvalue(), (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")):
-        assert "These data cannot judge attention: the teacher's loss" in text
+        assert "These data cannot measure attention: the teacher's loss" in text
         assert "better than the teacher" not in text
 
 
