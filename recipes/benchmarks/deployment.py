@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import resource
 import tempfile
@@ -157,6 +158,8 @@ Tested = tuple[dict[str, Any], Callable[[Any], float], Callable[[Any], dict[str,
 def _quantized(prepare: Callable[[], Tested], schemes: Sequence[str], rounds: int) -> Rows:
     import torch
 
+    from hf_linear_attn.utils.timing import sample_interleaved
+
     from .workloads import spread
 
     torch.manual_seed(0)
@@ -165,25 +168,17 @@ def _quantized(prepare: Callable[[], Tested], schemes: Sequence[str], rounds: in
     calls: dict[tuple[int, str], Callable[[], object]] = {}
     with torch.no_grad():
         for attention, model in models.items():
-            buffer = io.BytesIO()
-            torch.save(model, buffer)
             for scheme in schemes:
-                buffer.seek(0)
-                variant = SCHEMES[scheme](torch.load(buffer, weights_only=False))
-                size = io.BytesIO()
+                variant, size = SCHEMES[scheme](copy.deepcopy(model)), io.BytesIO()
                 torch.save(variant.state_dict(), size)
+                calls |= {(len(rows), kind): call for kind, call in calls_of(variant).items()}
                 row = {"attention": attention, "scheme": scheme, "megabytes": size.tell() / 1e6}
                 rows.append({**row, "quality": quality(variant)})
-                calls |= {(len(rows) - 1, kind): call for kind, call in calls_of(variant).items()}
-        samples: dict[tuple[int, str], list[float]] = {key: [] for key in calls}
-        for number in range(rounds and rounds + 1):  # the first round warms up
-            for key, call in calls.items():
-                began = time.process_time()
-                call()
-                samples[key] += [time.process_time() - began] if number else []
-    for (index, kind), seconds in samples.items():
-        if seconds:
-            rows[index].setdefault("seconds", {})[kind] = spread(seconds)
+        if rounds:
+            counts: dict[str, int] = {"min_rounds": rounds, "max_rounds": rounds}
+            samples = sample_interleaved(calls, seconds=0.0, repeat=False, clock=time.process_time, **counts)
+            for (index, kind), seconds in samples.items():
+                rows[index].setdefault("seconds", {})[kind] = spread(seconds)
     return rows
 
 
@@ -194,7 +189,7 @@ def _encoder(sts: Path, pairs: int, steps: int) -> Tested:
     from transformers import AutoModel, AutoTokenizer
 
     import hf_linear_attn as hla
-    from hf_linear_attn.utils.models import mean_pooling
+    from hf_linear_attn.measure.quality import sentence_embeddings
 
     tokenizer = AutoTokenizer.from_pretrained(_encoder_path())
 
@@ -208,13 +203,8 @@ def _encoder(sts: Path, pairs: int, steps: int) -> Tested:
 
     def quality(model: Any) -> float:
         scores, *sentences = zip(*read("test")[:pairs], strict=True)
-        embeddings = [
-            torch.cat(
-                [mean_pooling(model(**one).last_hidden_state, one["attention_mask"]) for one in batches(part, 64)]
-            )
-            for part in map(list, sentences)
-        ]
-        similarity = torch.cosine_similarity(*embeddings)
+        first, second = (sentence_embeddings(model, batches([*part], 64)) for part in sentences)
+        similarity = torch.cosine_similarity(first, second)
         return 100 * float(pearsonr([float(score) for score in scores], similarity.numpy()).statistic)
 
     def calls(model: Any) -> dict[str, Callable[[], object]]:

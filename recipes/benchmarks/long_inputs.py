@@ -7,13 +7,11 @@ one); the last two partitions are held out.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import islice
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from transformers import (
     AutoConfig,
@@ -31,7 +30,6 @@ from transformers import (
 )
 
 import hf_linear_attn as hla
-from hf_linear_attn.data.files import read_text as read_file
 from hf_linear_attn.data.text import pad_token, padded_batches, read_text, text_rows
 from hf_linear_attn.measure.memory import peak_memory
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
@@ -43,7 +41,7 @@ from hf_linear_attn.utils.timing import sample_interleaved
 
 from .conversion import CONFIGS, finetune_config, finetune_once, read_config, without_paths
 from .runner import Cell, Cells, Rows
-from .workloads import spread
+from .workloads import ratio, spread
 
 EXACT = "softmax"
 CPU = torch.device("cpu")
@@ -65,8 +63,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "local + hedgehog": {"default": "hedgehog", "0": LOCAL, "1": LOCAL},
     "local + luna": {"default": {"attention": "luna", "num_packed": 16}, "0": LOCAL, "1": LOCAL},
 }
-#: Padded tokens of a batch that is scored; a longer input is a batch of its own.
-SCORED_TOKENS = 8192
+#: Inputs of one forward pass when they are scored.
+SCORED_AT_ONCE = 4
 
 
 def proteins(
@@ -101,15 +99,11 @@ def proteins(
     jobs = [(name, length, False) for length in lengths for name in variants]
     jobs += [(name, min(lengths), True) for name in pieces]
     for seed in seeds:
+        chosen = replace(base, seed=seed)
         for name, length, in_pieces in jobs:
             facts = {"variant": name, "length": length, "steps": base.distill.max_steps, "seed": seed}
-            settings = without_paths(asdict(replace(base, seed=seed)))
-            call = partial(_trained_and_scored, replace(base, seed=seed), name, folder, length, in_pieces)
-            yield Cell({**facts, "pieces": in_pieces}, call, settings)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Data
+            call = partial(_trained_and_scored, chosen, name, folder, length, in_pieces)
+            yield Cell({**facts, "pieces": in_pieces}, call, without_paths(asdict(chosen)))
 
 
 def write_proteins(source: Path, folder: Path, short_length: int, scored: int) -> None:
@@ -118,41 +112,27 @@ def write_proteins(source: Path, folder: Path, short_length: int, scored: int) -
     Short: whole proteins of the training partitions. Long: all beyond 1,024 residues and as many others. Scored: all
     held-out proteins beyond 1,024 residues, and `scored` others. A validation split must exist: it decides nothing.
     """
-    rows = [
-        (row["sequence"], "membrane" if float(row["membrane"]) else "soluble", int(row["partition"]))
-        for row in csv.DictReader(read_file(source).splitlines())
-    ]
-    random.Random(0).shuffle(rows)
-    training = sorted({row[2] for row in rows})[:-TEST_PARTITIONS]
-    train, rest = (
-        [(text, label, len(text)) for text, label, partition in rows if (partition in training) is for_training]
-        for for_training in (True, False)
-    )
-    long = [row for row in train if row[2] > LONG]
-    others = [row for row in train if row[2] <= LONG][: len(long)]
-    test_rows = [row for row in rest if row[2] <= LONG][:scored] + [row for row in rest if row[2] > LONG]
-    for name, chosen in (("short", [row for row in train if row[2] <= short_length]), ("long", [*long, *others])):
-        _write_rows(folder / name / "train.csv", chosen)
-        _write_rows(folder / name / "validation.csv", [*test_rows[:8], *test_rows[-8:]])
+    table = pd.read_csv(source)
+    order = [*range(len(table))]
+    random.Random(0).shuffle(order)
+    table["label"] = table["membrane"].astype(bool).map({True: "membrane", False: "soluble"})
+    table["length"] = table["sequence"].str.len()
+    table = table.rename(columns={"sequence": "text"}).iloc[order]
+    is_test = table["partition"].isin(sorted(table["partition"].unique())[-TEST_PARTITIONS:])
+    is_long, table = table["length"] > LONG, table[["text", "label", "length"]]
+    long = table[is_long & ~is_test]
+    test = pd.concat([table[~is_long & is_test][:scored], table[is_long & is_test]])
+    parts = {
+        "short": table[~is_test & (table["length"] <= short_length)],
+        "long": pd.concat([long, table[~is_long & ~is_test][: len(long)]]),
+    }
+    for name, train in parts.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        train.to_csv(folder / name / "train.csv", index=False)
+        pd.concat([test[:8], test[-8:]]).to_csv(folder / name / "validation.csv", index=False)
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
     EsmTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
-    _write_rows(folder / "scored.csv", test_rows)
-
-
-def _write_rows(path: Path, rows: Iterable[tuple[str, str, int]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([("text", "label", "length"), *rows])
-
-
-def read_scored(folder: Path) -> list[dict[str, Any]]:
-    """Return the held-out proteins in order of length, so that batches have little padding."""
-    with (folder / "scored.csv").open(encoding="utf-8", newline="") as file:
-        return sorted(csv.DictReader(file), key=lambda row: int(row["length"]))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Training and scores
+    test.sort_values("length", kind="stable").to_csv(folder / "scored.csv", index=False)  # for little padding
 
 
 def _trained_and_scored(base: ConvertConfig, name: str, folder: Path, length: int, in_pieces: bool) -> Rows:
@@ -162,65 +142,42 @@ def _trained_and_scored(base: ConvertConfig, name: str, folder: Path, length: in
     if layers is not None:
         plan = str(seed_folder / f"{slug}-plan.json")
         write_json(Path(plan), layers)
-    short = finetune_config(
-        base,
-        base.teacher,
-        tokenizer=str(folder / "tokenizer"),
-        plan=plan,
-        data=replace(base.data, dataset=str(folder / "short")),
-        output=str(seed_folder / f"{slug}-short"),
-    )
-    longer = finetune_config(
-        base,
-        base.distill,
-        model=str(finetune_once(short)),
-        model_type=None,
-        config_overrides={},
-        max_length=length,
-        data=replace(base.data, dataset=str(folder / "long"), max_length=length),
-        output=str(out),
-    )
-    began, used = time.perf_counter(), time.process_time()
-    is_new = not (out / "results.json").exists()
-    path = finetune_once(longer)
-    if is_new:
-        spent = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - used}
-        write_json(out / "spent.json", {key: round(value, 1) for key, value in spent.items()})
+    first: dict[str, Any] = {"tokenizer": str(folder / "tokenizer"), "plan": plan}
+    first |= {"data": replace(base.data, dataset=str(folder / "short")), "output": str(seed_folder / f"{slug}-short")}
+    short = finetune_once(finetune_config(base, base.teacher, **first))
+    then: dict[str, Any] = {"model": str(short), "model_type": None, "config_overrides": {}, "max_length": length}
+    then |= {"data": replace(base.data, dataset=str(folder / "long"), max_length=length), "output": str(out)}
+    path = finetune_once(finetune_config(base, base.distill, **then))
     model = hla.load_pretrained(str(path)) if layers else AutoModelForSequenceClassification.from_pretrained(path)
-    stage, data = (_read_json(out / "results.json")[key] for key in ("stages", "data"))
-    training = {"tokens": stage["train"]["tokens"], "truncated": data["train_truncated"]}
-    training |= {"training_rows": data["train_rows"], **_read_json(out / "spent.json")}
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    data, tokens = results["data"], results["stages"]["train"]["tokens"]
+    training = {"tokens": tokens, "truncated": data["train_truncated"], "training_rows": data["train_rows"]}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    scores = score(model.eval(), folder, length, in_pieces, base.bf16)
-    return [{"layers": layers, **scores, "training": training, "parameters": parameters}]
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    strata = score(model.eval(), folder, length, in_pieces, base.bf16)
+    return [{"layers": layers, "strata": strata, "training": training, "parameters": parameters}]
 
 
 def score(model: Any, folder: Path, length: int, in_pieces: bool, bf16: bool) -> dict[str, Any]:
-    """Return the metrics of each stratum, and the seconds that scoring took."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    rows, first = read_scored(folder), model.config.id2label[0]
-    labels = np.array([row["label"] == first for row in rows])
-    lengths = np.array([int(row["length"]) for row in rows])
-    encode = (
-        partial(encode_pieces, tokenizer, length=length) if in_pieces else partial(encode_cut, tokenizer, length=length)
-    )
-    pieces = [encode(row["text"]) for row in rows]
-    began, used = time.perf_counter(), time.process_time()
-    scores = margins(model, [ids for group in pieces for ids in group], tokenizer.pad_token_id, bf16).numpy()
-    spent = {"score_seconds": time.perf_counter() - began, "score_cpu_seconds": time.process_time() - used}
-    # The largest of the first label: one segment is enough for "membrane", which comes first by its name.
-    best = np.maximum.reduceat(scores, np.cumsum([0, *map(len, pieces)])[:-1])
-    chosen = {name: (lengths > low) & (lengths <= high) for name, (low, high) in STRATA.items()}
-    strata = {
-        name: classification_metrics(best[selected], labels[selected])
-        for name, selected in chosen.items()
-        if len({*labels[selected]}) == 2
-    }
-    return {"strata": strata, **{name: round(value, 1) for name, value in spent.items()}}
+    """Return the metrics of each stratum.
+
+    The score of a protein is the largest of its pieces: one segment is enough for "membrane", which comes first by its
+    name.
+    """
+    tokenizer, rows = AutoTokenizer.from_pretrained(folder / "tokenizer"), pd.read_csv(folder / "scored.csv")
+    labels = (rows["label"] == model.config.id2label[0]).to_numpy()
+    encode = encode_pieces if in_pieces else encode_cut
+    pieces = [encode(tokenizer, text, length) for text in rows["text"]]
+    margins, strata = [], {}
+    for batch in padded_batches([ids for group in pieces for ids in group], SCORED_AT_ONCE, tokenizer.pad_token_id):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = model(**batch).logits.float()
+        margins.append(logits[:, 0] - logits[:, 1])
+    scores = np.maximum.reduceat(torch.cat(margins).numpy(), np.cumsum([0, *map(len, pieces)])[:-1])
+    for name, (low, high) in STRATA.items():
+        chosen = rows["length"].between(low, high, inclusive="right").to_numpy()
+        if len({*labels[chosen]}) == 2:
+            strata[name] = classification_metrics(scores[chosen], labels[chosen])
+    return strata
 
 
 def encode_cut(tokenizer: Any, text: str, length: int) -> list[list[int]]:
@@ -235,26 +192,6 @@ def encode_pieces(tokenizer: Any, text: str, length: int) -> list[list[int]]:
     capacity = length - 2
     starts = range(0, max(len(ids) - capacity // 4, 1), capacity - capacity // 4)
     return [[first, *ids[start : start + capacity], last] for start in starts]
-
-
-@torch.no_grad()
-def margins(model: Any, inputs: Sequence[list[int]], pad: int, bf16: bool) -> torch.Tensor:
-    """Return the logit of the first label less that of the second, `[len(inputs)]`."""
-    parts: list[torch.Tensor] = []
-    start = 0
-    while start < len(inputs):
-        stop = start + 1
-        while stop < len(inputs) and len(inputs[stop]) * (stop + 1 - start) <= SCORED_TOKENS:
-            stop += 1
-        rows = [torch.tensor(ids) for ids in inputs[start:stop]]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        lengths = torch.tensor([len(row) for row in rows])[:, None]
-        mask = (torch.arange(ids.shape[1]) < lengths).long()
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            logits = model(input_ids=ids, attention_mask=mask).logits.float()
-        parts.append(logits[:, 0] - logits[:, 1])
-        start = stop
-    return torch.cat(parts)
 
 
 def classification_metrics(scores: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[str, float]:
@@ -290,7 +227,7 @@ def costs(
     A sample of the held-out proteins beyond 1,024 residues is cut to each length and goes through the model one by one
     (no padding). The seconds are for 1,000 inputs. Attention weights have no dropout here: linear attention has none,
     and exact attention on a CPU would need the whole matrix for it. Memory: what a forward and backward pass of the
-    longest input, cut to the length, adds to the resident set at its peak. At last the longest input as a whole, once.
+    longest input, cut to the length, adds to the resident set at its peak.
 
     Args:
         work: The folder of proteins: its short exact model and its held-out inputs are used.
@@ -300,22 +237,34 @@ def costs(
         rounds: Rounds of timing.
     """
     folder, bf16 = Path(work), read_config(config).bf16
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    texts = [row["text"] for row in read_scored(folder) if int(row["length"]) > LONG]
+    tokenizer, rows = AutoTokenizer.from_pretrained(folder / "tokenizer"), pd.read_csv(folder / "scored.csv")
+    texts = [*rows[rows["length"] > LONG]["text"]]
     random.Random(0).shuffle(texts)
-    ids = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
-    drawn, longest = ids[:inputs], max(ids, key=len)
     path = folder / "seed0" / f"{EXACT}-short" / "model"
     exact = AutoModelForSequenceClassification.from_pretrained(path, attention_probs_dropout_prob=0.0)
     models = {
         name: exact if layers is None else hla.patch_model(shared_copy(exact), layers)
         for name, layers in VARIANTS.items()
     }
-    settings = {"inputs": len(drawn), "mean_tokens": statistics.mean(map(len, drawn)), "rounds": rounds, "bf16": bf16}
     for length in lengths:
-        cut = [row[: length - 1] + row[-1:] if len(row) > length else row for row in drawn]
-        yield Cell({"length": length}, partial(_costs, models, cut, longest[:length], rounds, bf16), settings)
-    yield Cell({"length": None, "tokens": len(longest)}, partial(_whole_costs, models, longest, bf16), settings)
+        ids = [encode_cut(tokenizer, text, length)[0] for text in texts]
+        call = partial(_costs, models, ids[:inputs], max(ids, key=len), rounds, bf16)
+        yield Cell({"length": length}, call, {"inputs": inputs, "rounds": rounds, "bf16": bf16})
+
+
+def _costs(models: Mapping[str, Any], inputs: Any, longest: list[int], rounds: int, bf16: bool) -> Rows:
+    rows: dict[str, dict[str, Any]] = {name: {"variant": name} for name in models}
+    counts: dict[str, int] = {"min_rounds": rounds, "max_rounds": rounds}
+    for kind, backward in (("inference", False), ("training", True)):
+        calls = {name: _passes(model, inputs, bf16, backward) for name, model in models.items()}
+        samples = sample_interleaved(calls, seconds=0.0, repeat=False, **counts, clock=time.process_time)
+        for name, seconds in samples.items():
+            per_1000 = spread([1000 * value / len(inputs) for value in seconds])
+            speedup = ratio(samples[EXACT], seconds)["median"]
+            rows[name][kind] = {"seconds_per_1000": per_1000["median"], **per_1000, "speedup": speedup}
+    for name, model in models.items():
+        rows[name]["peak_bytes"] = peak_memory(_passes(model, [longest], bf16, True), CPU)
+    return list(rows.values())
 
 
 def _passes(model: Any, inputs: Sequence[list[int]], bf16: bool, backward: bool) -> Callable[[], None]:
@@ -332,36 +281,6 @@ def _passes(model: Any, inputs: Sequence[list[int]], bf16: bool, backward: bool)
                 model.zero_grad()
 
     return run
-
-
-KINDS = {"inference": False, "training": True}
-
-
-def _costs(models: Mapping[str, Any], inputs: Any, longest: list[int], rounds: int, bf16: bool) -> Rows:
-    rows: dict[str, dict[str, Any]] = {name: {"variant": name} for name in models}
-    for kind, backward in KINDS.items():
-        calls = {name: _passes(model, inputs, bf16, backward) for name, model in models.items()}
-        samples = sample_interleaved(calls, seconds=0.0, repeat=False, min_rounds=rounds, clock=time.process_time)
-        for name, seconds in samples.items():
-            per_1000 = spread([1000 * value / len(inputs) for value in seconds])
-            speedup = spread(np.divide(samples[EXACT], seconds).tolist())["median"]
-            rows[name][kind] = {"seconds_per_1000": per_1000["median"], **per_1000, "speedup": speedup}
-    for name, model in models.items():
-        rows[name]["peak_bytes"] = peak_memory(_passes(model, [longest], bf16, True), CPU)
-    return list(rows.values())
-
-
-def _whole_costs(models: Mapping[str, Any], ids: list[int], bf16: bool) -> Rows:
-    """The longest input, uncut, once; the memory is that of the pass with gradients, which is timed."""
-    rows: Rows = []
-    for name, model in models.items():
-        row: dict[str, Any] = {"variant": name}
-        for kind, backward in KINDS.items():
-            began = time.process_time()
-            row["peak_bytes"] = peak_memory(_passes(model, [ids], bf16, backward), CPU)
-            row[kind] = {"seconds": time.process_time() - began}
-        rows.append(row)
-    return rows
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -413,9 +332,12 @@ def stream(
         seed: Of random features and learned parts.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
-    mimicry = {"text": train_text, "length": train_length, "steps": steps}
     for name in attention:
-        load = cache(partial(_load, model, tokenizer, name, max_length, seed, **mimicry))
+
+        @cache
+        def load(name: str = name) -> Any:
+            return mimic(model, tokenizer, name, max_length, seed, train_text, train_length, steps)
+
         for counting in positions:
             options = {"chunk_length": chunk_length, "positions": counting, "period": period}
             facts = {"model": Path(model).name, "text": Path(text).name, "attention": name, **options}
@@ -425,13 +347,12 @@ def stream(
             yield Cell(facts, call, {"every": every})
 
 
-def _load(
+def mimic(
     source: str,
     tokenizer: Any,
     name: str,
     max_length: int | None,
     seed: int,
-    *,
     text: str | None,
     length: int,
     steps: int,
@@ -441,7 +362,7 @@ def _load(
     if getattr(AutoConfig.from_pretrained(source), "linear_attention", None) is not None:
         return hla.load_pretrained(source).eval()
     model = AutoModelForCausalLM.from_pretrained(source).eval()
-    if name == "softmax":
+    if name == EXACT:
         return model
     hla.patch_model(model, name, max_length=max_length)
     if steps and hla.list_attentions()[name]["learned"]:
@@ -460,21 +381,21 @@ def file_tokens(path: str | Path, tokenizer: Any, block_characters: int = BLOCK_
         OSError: The file cannot be read.
         ValueError: It is no UTF-8 text.
     """
+    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
+    rest = ""
     if tokenizer.bos_token_id is not None:
         yield tokenizer.bos_token_id
-    rest = ""
     with Path(path).open(encoding="utf-8") as file:
-        while True:
-            try:
-                read = file.read(block_characters)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{str(path)!r} is no UTF-8 text ({error}).") from error
-            text = rest + read
-            cut = len(text) if not read else max(text.rfind("\n") + 1, 0) or max(text.rfind(" "), 0) or len(text)
-            if not text:
-                return
-            rest = text[cut:]
-            yield from tokenizer(text[:cut], add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            for block in iter(partial(file.read, block_characters), ""):
+                text = rest + block
+                cut = text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
+                rest = text[cut:]
+                yield from encode(text[:cut])["input_ids"]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{str(path)!r} is no UTF-8 text ({error}).") from error
+    if rest:
+        yield from encode(rest)["input_ids"]
 
 
 def _read(load: Any, tokens: Any, count: int | None, every: int, options: dict[str, Any]) -> Rows:
@@ -483,30 +404,28 @@ def _read(load: Any, tokens: Any, count: int | None, every: int, options: dict[s
     losses_of, counts = (torch.zeros(len(RANGES) + 1, dtype=torch.float64) for _ in range(2))
     lines: list[dict[str, Any]] = []
     stop, due, state_bytes = 0, every, 0
+
+    def look() -> None:
+        lines.append({"tokens": stop, "state_bytes": state_bytes, "resident_bytes": resident_bytes()})
+
     for piece, losses in stream_losses(read_stream(load(), islice(tokens(), count), **options)):
         stop, state_bytes = piece.start + piece.ids.shape[1], max(state_bytes, cache_bytes(piece.cache))
         ranges = torch.bucketize(torch.arange(stop - len(losses), stop), edges, right=True)
         losses_of.index_add_(0, ranges, losses)
         counts.index_add_(0, ranges, torch.ones_like(losses))
         if stop >= due:
-            lines.append({"tokens": stop, "state_bytes": state_bytes, "resident_bytes": resident_bytes()})
+            look()
             due, state_bytes = due + every, 0
     if not stop:
         raise ValueError("The text is empty.")
     if not lines or lines[-1]["tokens"] < stop:
-        lines.append({"tokens": stop, "state_bytes": state_bytes, "resident_bytes": resident_bytes()})
-    starts, stops = (0, *RANGES), (*RANGES, stop)
-    parts = zip(starts, stops, losses_of.tolist(), counts.tolist(), strict=True)
+        look()
+    parts = zip((0, *RANGES), (*RANGES, stop), losses_of.tolist(), counts.tolist(), strict=True)
     by_range = [{"from": a, "to": b, "tokens": int(n), "loss": total / n} for a, b, total, n in parts if n]
-    loss = float(losses_of.sum() / counts.sum().clamp_min(1))
-    rate = stop / (time.perf_counter() - began)
+    loss, rate = float(losses_of.sum() / counts.sum().clamp_min(1)), stop / (time.perf_counter() - began)
     return [{"read": stop, "loss": loss, "ranges": by_range, "lines": lines, "tokens_per_second": rate}]
 
 
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process; None where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes() -> int:
+    """Return the resident memory of this process, as Linux tells it."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
