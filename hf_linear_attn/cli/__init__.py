@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: _run_verb(name, options), traceback=options != rest)
 
 
-def _run_verb(name: str, arguments: Sequence[str]) -> int | None:
+def _run_verb(name: str, arguments: Sequence[str]) -> int:
     """Run a verb and return its exit code. A model that is not there is an error before torch is loaded."""
     from ..utils.sources import read_config_file
 
     verb, config = load_verb(name), parse_verb(name, arguments)
     if "model" in verb.positionals and config.model is not None:
         read_config_file(config.model, getattr(config, "revision", None))
-    return verb.run(config)
+    return getattr(verb.run(config), "exit_code", 0)
 
 
 def load_verb(name: str) -> Verb:

@@ -1,19 +1,14 @@
 """`hf-linear-attn convert`."""
 
+import hf_linear_attn as hla
+
 from ..training.options import ConvertConfig
 from .verb import Verb
-
-
-def run(config: ConvertConfig) -> None:
-    from ..study.convert import convert
-
-    convert(config)
-
 
 VERB = Verb(
     "convert a fine-tuned model: attention transfer, distillation, a measured checkpoint with a card",
     ConvertConfig,
-    run,
+    lambda config: hla.convert(config),
     ("model",),
     """\
 hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out

@@ -1,19 +1,14 @@
 """`hf-linear-attn finetune`."""
 
+import hf_linear_attn as hla
+
 from ..training.options import FinetuneConfig
 from .verb import Verb
-
-
-def run(config: FinetuneConfig) -> None:
-    from ..study.convert import finetune
-
-    finetune(config)
-
 
 VERB = Verb(
     "train a model, with exact or with linear attention, on a task",
     FinetuneConfig,
-    run,
+    lambda config: hla.finetune(config),
     ("model",),
     """\
 hf-linear-attn finetune ./bert --data.task rte --data.folder ./glue --output out

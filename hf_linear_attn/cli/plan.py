@@ -1,20 +1,14 @@
 """`hf-linear-attn plan`."""
 
+import hf_linear_attn as hla
+
 from ..study.settings import PlanConfig
 from .verb import Verb
-
-
-def run(config: PlanConfig) -> int:
-    """Plan, and return the exit code (see `PlanResult.exit_code`)."""
-    from ..study.plan import plan
-
-    return plan(config).exit_code
-
 
 VERB = Verb(
     "find which layers to convert under a budget of quality or speed",
     PlanConfig,
-    run,
+    lambda config: hla.plan(config),
     ("model",),
     """\
 hf-linear-attn plan gpt2 --budget "2% perplexity" --data.dataset wiki.txt --output plan

@@ -11,6 +11,6 @@ class Verb:
 
     summary: str
     config: type
-    run: Callable[[Any], int | None]  # returns an exit code; None stands for 0
+    run: Callable[[Any], Any]  # a result may have an `exit_code`; else it is 0
     positionals: tuple[str, ...] = ()  # options that are given without a flag
     examples: str = ""

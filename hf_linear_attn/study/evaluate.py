@@ -156,17 +156,12 @@ def evaluate(
         config = replace(config, data=replace(config.data, dataset=str(data)))
     elif data is not None:
         text = text_of(list(data), "the given documents")
-    for name in config.attention or ():
-        loading.check_mechanism(name)
-    for entry in config.data.task or ():
-        TASKS.get(split_task(entry)[0])
     where: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite}
     check_study(output, **where)
     progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
     models = prepare(model, config, tokenizer, text)
-    first = models[0]
-    settings, device = asdict(first.settings), first.exact.model.device
-    with open_study(output, "evaluate", settings, device=device, progress=progress, **where) as study:
+    first, device = models[0], models[0].exact.model.device
+    with open_study(output, "evaluate", asdict(first.settings), device=device, progress=progress, **where) as study:
         for one in models:
             facts = one.inputs.facts
             counts = f"{inputs_text(facts['train'])} to train on, {inputs_text(facts['held_out'])} held out"
@@ -177,17 +172,8 @@ def evaluate(
             notes = measure_speed(study, first.exact, first.settings, first.groups, first.inputs.tokens)
         tables = examples(first.exact, converted[0]) if examples is not None else {}
     info = {
-        "model": first.exact.facts(),
-        "data": first.inputs.facts,
-        "tasks": [{"task": one.task, "model": one.exact.name, **one.inputs.facts} for one in models[1:]],
-        "settings": settings,
+        **facts_of(models),
         "quick": config.quick,
-        "environment": environment(device),
-        "backend": first.exact.device["backend"],
-        "scores": [asdict(score) for one in models for score in one.scores],
-        "checkpoints": {
-            group.label: [Path(folder).name for folder in group.folders] for one in models for group in one.groups
-        },
         "notes": notes,
         "records": study.records.used,
         "runs": len(study.records.runs),
@@ -196,6 +182,22 @@ def evaluate(
         "seconds": time.perf_counter() - start,
     }
     return Evaluation(study.records.to_frame(study.records.used), json_safe(info), study.records)
+
+
+def facts_of(models: Sequence[Evaluated]) -> dict[str, Any]:
+    """Return what a report says of the models, their data and the machine."""
+    first = models[0]
+    groups = [group for one in models for group in one.groups]
+    return {
+        "model": first.exact.facts(),
+        "data": first.inputs.facts,
+        "tasks": [{"task": one.task, "model": one.exact.name, **one.inputs.facts} for one in models[1:]],
+        "settings": asdict(first.settings),
+        "environment": environment(first.exact.model.device),
+        "backend": first.exact.device["backend"],
+        "scores": [asdict(score) for one in models for score in one.scores],
+        "checkpoints": {group.label: [Path(folder).name for folder in group.folders] for group in groups},
+    }
 
 
 def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examples | None = None) -> Evaluation:
@@ -248,6 +250,10 @@ def measure_quality(study: Study, one: Evaluated) -> dict[str, Loader]:
 
 def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Text | None = None) -> list[Evaluated]:
     """Load the model, and those of further tasks, with their data; every error of the input is raised here."""
+    for name in config.attention or ():
+        loading.check_mechanism(name)
+    for entry in config.data.task or ():
+        TASKS.get(split_task(entry)[0])
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     first = _prepare(model, config.for_task(None), tokenizer, text)

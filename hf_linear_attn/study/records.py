@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -174,15 +173,6 @@ class Records:
         self.used[record.id] = label
         self._records.setdefault(record.id, []).append(record)
         return record
-
-    def measure(self, conditions: Conditions, function: Callable[[], Values], *, label: str = "") -> Record:
-        """Return what is known under the conditions, or else call `function` and write its values to the file."""
-        record = self.known(conditions, label)
-        if record is not None:
-            return record
-        start = time.perf_counter()
-        values = function()
-        return self.add(conditions, values, label=label, seconds=time.perf_counter() - start)
 
     def save(self, path: Path) -> None:
         """Write all runs and records to a file, in place of what it held."""

@@ -332,9 +332,9 @@ class Evaluation:
 
     def _summary_row(self, label: str) -> dict[str, str]:
         row: dict[str, str] = {}
-        for number, score in enumerate(self.scores):
+        for index, score in enumerate(self.scores):
             own = self.quality(score, label)
-            if number < WHOLE_SCORES:
+            if index < WHOLE_SCORES:
                 row[score.title] = "–" if own is None else own.text(score.digits)
             compared = None if label == EXACT_LABEL else self.compare(label, score)
             row[f"{score.title} {'kept' if score.higher_is_better else 'change'}"] = compared.kept if compared else "–"

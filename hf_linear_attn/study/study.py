@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -51,7 +52,12 @@ class Study:
             function: Measures, where nothing is known.
             label: The row of a table that the record belongs to.
         """
-        return self.records.measure(conditions, function, label=label)
+        record = self.records.known(conditions, label)
+        if record is not None:
+            return record
+        start = time.perf_counter()
+        values = function()
+        return self.records.add(conditions, values, label=label, seconds=time.perf_counter() - start)
 
     def learned(
         self, conditions: Conditions, train: Callable[[], tuple[Values, Learned]], *, label: str = ""

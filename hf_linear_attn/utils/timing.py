@@ -53,25 +53,16 @@ def is_measurable(low: float, high: float) -> bool:
 
 
 def time_interleaved(
-    functions: Mapping[str, Callable[[], object]],
-    *,
-    baseline: str,
-    seconds: float,
-    device: torch.device | None = None,
-    repeat: bool = True,
-    warmup: int = 1,
-    min_rounds: int = MIN_ROUNDS,
-    max_rounds: int = MAX_ROUNDS,
+    functions: Mapping[str, Callable[[], object]], *, baseline: str, seconds: float, **options: Any
 ) -> dict[str, Timing]:
     """Time functions side by side, and summarize their times and their ratios to the baseline's, round by round.
 
     Args:
         functions: Name -> function without arguments.
         baseline: The name that speedups are relative to.
-        seconds, device, repeat, warmup, min_rounds, max_rounds: See `sample_interleaved`.
+        seconds, **options: See `sample_interleaved`.
     """
-    options: dict[str, Any] = {"repeat": repeat, "warmup": warmup, "min_rounds": min_rounds, "max_rounds": max_rounds}
-    samples = sample_interleaved(functions, seconds=seconds, device=device, **options)
+    samples = sample_interleaved(functions, seconds=seconds, **options)
     return {name: summarize_samples(samples[name], samples[baseline]) for name in functions}
 
 

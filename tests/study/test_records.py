@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hf_linear_attn.study.records import COLUMNS, FORMAT_VERSION, Conditions, Records
+from hf_linear_attn.study.study import Study
 
 
 def conditions(length: int = 64, attention: str = "elu", **changes: Any) -> Conditions:
@@ -60,12 +61,12 @@ def test_each_record_is_on_disk_at_once_and_not_measured_twice(tmp_path: Path) -
         calls.append(1)
         return {"median": 0.5, "diverged": float("nan")}
 
-    record = records.measure(conditions(), function)
+    record = Study(records=records).measure(conditions(), function)
     assert (record.value("median"), record.value("diverged")) == (0.5, None)
     assert len(path.read_text().splitlines()) == 2
-    records.measure(conditions(), function)
+    Study(records=records).measure(conditions(), function)
     again = started(path)
-    record = again.measure(conditions(), function)
+    record = Study(records=again).measure(conditions(), function)
     assert len(calls) == len(again) == 1
     assert record == next(iter(records))
     assert again.runs[record.run].settings == {"steps": 3}
