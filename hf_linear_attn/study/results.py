@@ -70,10 +70,17 @@ class Comparison:
     assessment: Assessment
 
     @property
+    def better(self) -> bool:
+        """Whether it is better than the reference."""
+        return not self.assessment.worse and self.own.mean != self.reference.mean
+
+    @property
     def share(self) -> float | None:
-        """The share of the reference's score that is kept, in (0, 1]; None where it is better, or not defined."""
+        """The share of the reference's score that is kept, 1 where it is better; None where that is not positive."""
         own, reference = self.own.mean, self.reference.mean
-        if min(own, reference) <= 0 or not (self.assessment.worse or own == reference):
+        if self.better:
+            return 1.0
+        if reference <= 0 or (own <= 0 and not self.score.higher_is_better):
             return None
         return own / reference if self.score.higher_is_better else reference / own
 
@@ -82,8 +89,10 @@ class Comparison:
         """The share as text: `95.2%`, of a perplexity its change `+1.2%`, `better than exact`, or a dash."""
         if not self.assessment.valid or self.score.agreement:
             return "–"
-        if self.share is None:
+        if self.better:
             return "better than the control" if self.control else "better than exact"
+        if self.share is None:
+            return "–"
         return f"{self.share:.1%}" if self.score.higher_is_better else f"{1 / self.share - 1:+.1%}"
 
     def text(self) -> str:
@@ -93,9 +102,9 @@ class Comparison:
             return f"{title}: no conclusion"
         if assessment.below_floor:
             return f"{title}: worse than without attention"
-        if self.score.agreement:
+        if self.score.agreement or self.share is None:
             return f"{title} {self.own.text(self.score.digits)}"
-        if self.share is None:
+        if self.better:
             chance = ", which is chance: its outputs differ largely" if assessment.chance else ""
             return f"{title}: {self.kept}{chance}"
         return f"keeps {self.kept} of {title}" if self.score.higher_is_better else f"{title} {self.kept}"
@@ -252,8 +261,9 @@ class Evaluation:
         The result is None with fewer than two tasks, or where one of them cannot measure attention.
         """
         comparisons = [self.compare(label, score) for score in self.scores if score.measurement == "task"]
-        shares = [one.share or 1.0 for one in comparisons if one is not None and one.assessment.valid]
-        return fmean(shares) if 2 <= len(shares) == len(comparisons) else None
+        shares = [one.share for one in comparisons if one is not None and one.assessment.valid]
+        known = [share for share in shares if share is not None]
+        return fmean(known) if 2 <= len(known) == len(comparisons) else None
 
     def examples(self) -> dict[str, pandas.DataFrame]:
         """Return tables for a person to read, by their titles: what the exact and the converted models do."""
@@ -420,8 +430,8 @@ def _worthwhile(speedup: float | None, comparison: Comparison | None) -> bool | 
         return None
     if comparison.assessment.below_floor:
         return False
-    share = 1.0 if comparison.share is None else comparison.share
-    return True if share >= KEEPS else None if share >= LOSES_LITTLE else False
+    share = comparison.share
+    return None if share is None or LOSES_LITTLE <= share < KEEPS else share >= KEEPS
 
 
 def _text(number: Any, form: Callable[[Any], str]) -> str:
