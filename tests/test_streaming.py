@@ -9,13 +9,11 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.streaming import cache_bytes, read_stream, stream_losses
-from recipes.benchmarks.long_inputs import file_tokens
 from tests.cases import every_pair
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
 from tests.small import patch_small, patched
 from tests.tiny_models import BERT, DECODERS, GPT2, LLAMA, MAX_LENGTH
-from tests.tiny_text import tiny_tokenizer
 
 LENGTH = 90
 
@@ -142,24 +140,3 @@ def test_a_model_without_a_head_encodes():
     states = [piece.output.last_hidden_state for piece in read_stream(model.model, tokens, chunk_length=8)]
     with torch.no_grad():
         assert_close(torch.cat(states, 1), model.model(torch.tensor([tokens])).last_hidden_state)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Text
-
-
-@pytest.mark.parametrize("block", [1, 10, 64, 100_000])
-def test_a_file_is_read_block_by_block(block, tmp_path):
-    tokenizer = tiny_tokenizer()
-    vocabulary = [word for word in tokenizer.get_vocab() if word.isalpha()][:20]
-    text = "\n".join(" ".join(vocabulary[k:] + vocabulary[:k]) for k in range(20)) + "\n"
-    (tmp_path / "book.txt").write_text(text, encoding="utf-8")
-    tokens = list(file_tokens(tmp_path / "book.txt", tokenizer, max(block, 30)))
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    assert tokens == begin + tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def test_a_file_that_is_no_text(tmp_path):
-    (tmp_path / "book.txt").write_bytes(b"caf\xe9 " * 9)
-    with pytest.raises(ValueError, match=r"book.txt' is no UTF-8 text"):
-        list(file_tokens(tmp_path / "book.txt", tiny_tokenizer()))

@@ -35,10 +35,9 @@ BENCHMARKS = {
     "memory": "attention:memory",
     "models": "models:models",
     "onnx": "deployment:onnx",
-    "proteins": "long_inputs:proteins",
-    "proteins-costs": "long_inputs:costs",
+    "proteins": "proteins:proteins",
+    "proteins-costs": "proteins:costs",
     "quantization": "deployment:quantization",
-    "stream": "long_inputs:stream",
     "transfer-cost": "models:transfer_cost",
 }
 

@@ -238,32 +238,6 @@ def quantization_tables() -> str:
     return "\n\n".join(parts)
 
 
-def stream_table() -> str:
-    """Losses by position, and the memory of the longest run."""
-    rows = Results.read("stream.json").rows
-    compared = rows[rows["tokens"].notna() & (rows["chunk_length"] > 1)]
-    first, longest = compared.iloc[0], rows.loc[rows["read"].idxmax()]
-    titles = [f"loss, {part['from']:,} to {min(part['to'], int(first['tokens'])):,}" for part in first["ranges"]]
-    table = pd.DataFrame([[f"{part['loss']:.2f}" for part in row] for row in compared["ranges"]], columns=titles)
-    names = ["exact" if name == "softmax" else CODE(name) for name in compared["attention"]]
-    table.insert(0, "attention", names)
-    table.insert(1, "positions", compared["positions"].tolist())
-    table["bytes of the states"] = [f"{max(line['state_bytes'] for line in lines):,}" for lines in compared["lines"]]
-    begin, end = (longest["lines"][index] for index in (0, -1))
-    grown = (end["resident_bytes"] - begin["resident_bytes"]) / 2**20
-    return "\n\n".join(
-        [
-            f"{first['model']} reads {first['text']}, mechanisms after {first['steps']} steps of attention transfer on "
-            f"{first['train_text']}. Loss per token, in nats, by position in the stream (each a different part of the "
-            "text: compare within a column).",
-            to_markdown(table, text_columns=2),
-            f"The whole book, {longest['read']:,} tokens, `{longest['attention']}`, `{longest['positions']}`: states "
-            f"of {end['state_bytes']:,} bytes throughout; resident memory {begin['resident_bytes'] / 2**20:.0f} MiB "
-            f"after {begin['tokens']:,} tokens, {grown:+.1f} MiB at the end.",
-        ]
-    )
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Conversions
 
@@ -532,7 +506,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "sentence-encoder": sentence_encoder_tables,
     "smollm2": partial(smollm2_table, SMOLLM2_ROWS),
     "smollm2-controls": smollm2_table,
-    "stream": stream_table,
     "transfer-cost": transfer_cost_tables,
     "transfer-loss": transfer_loss_table,
 }

@@ -14,7 +14,7 @@ import yaml
 from sklearn.metrics import matthews_corrcoef
 
 from hf_linear_attn.registry import ATTENTIONS
-from recipes.benchmarks import conversion, long_inputs
+from recipes.benchmarks import conversion, proteins
 from recipes.tables import read_json
 from tests.cases import entries, serves
 from tests.recipes.benchmark_runs import rows_of
@@ -148,7 +148,7 @@ def test_costs_of_every_variant(trained: Any, tmp_path: Path) -> None:
     small: dict[str, Any] = {"work": chosen["work"], "config": chosen["config"], "inputs": 2, "rounds": 3}
     rows = rows_of("proteins-costs", tmp_path / "out", **small, lengths=(32, 64))
     by_length = {length: [row for row in rows if row["length"] == length] for length in (32, 64)}
-    assert all([row["variant"] for row in chosen] == list(long_inputs.VARIANTS) for chosen in by_length.values())
+    assert all([row["variant"] for row in chosen] == list(proteins.VARIANTS) for chosen in by_length.values())
     assert all(row["training"]["seconds_per_1000"] > 0 for row in by_length[32])
     assert by_length[64][0]["training"]["speedup"] == 1
 
@@ -160,16 +160,16 @@ def test_pieces_cover_a_text_with_overlap() -> None:
             return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
 
     text = "abcdefghijklmnopqrstuvwxyz"
-    pieces = long_inputs.encode_pieces(Letters(), text, 10)
+    pieces = proteins.encode_pieces(Letters(), text, 10)
     assert all(piece[0] == 1 and piece[-1] == 2 and len(piece) <= 10 for piece in pieces)
     assert ["".join(map(chr, piece[1:-1])) for piece in pieces] == ["abcdefgh", "ghijklmn", "mnopqrst", "stuvwxyz"]
-    assert long_inputs.encode_pieces(Letters(), "abc", 10) == [[1, 97, 98, 99, 2]]
+    assert proteins.encode_pieces(Letters(), "abc", 10) == [[1, 97, 98, 99, 2]]
 
 
 def test_metrics_of_a_classification() -> None:
     generator = np.random.default_rng(0)
     scores, labels = generator.normal(size=50), generator.random(50) < 0.4
-    metrics = long_inputs.classification_metrics(scores, labels)
+    metrics = proteins.classification_metrics(scores, labels)
     assert metrics["mcc"] == pytest.approx(matthews_corrcoef(labels, scores > 0))
     drawn = generator.integers(0, 50, (2000, 50))
     spread = np.std([matthews_corrcoef(labels[rows], scores[rows] > 0) for rows in drawn])
