@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .registry import ATTENTIONS, build_options
 from .version import __version__
@@ -23,6 +23,8 @@ PLAN_SUFFIXES = (".json", ".yaml", ".yml")
 DEFAULT_KEY = "default"
 #: What a layer's dict may hold besides the options of its mechanism.
 LAYER_KEYS = ("attention", "options", "exact_heads")
+CacheDtype = Literal["auto", "int8"]
+"""How a cache stores the keys and values of single tokens: in the model's dtype, or rounded (see `ops.int8`)."""
 #: The mechanism where none is named: it preserves most of a pretrained model, in both directions.
 DEFAULT_ATTENTION = "window"
 
@@ -33,7 +35,8 @@ class LayerConfig:
 
     Attributes:
         attention: Its registered name.
-        options: Its options; missing ones take their defaults.
+        options: Its options; missing ones take their defaults. With exact heads there may be a `cache_dtype` (a
+            `CacheDtype`) for these where the mechanism has no such option.
         exact_heads: The key-value heads whose attention stays exact, by index, with the query heads that share them.
 
     Raises:
@@ -46,11 +49,22 @@ class LayerConfig:
     exact_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        build_options(ATTENTIONS.get(self.attention), dict(self.options))
         exact_heads = check_integers(self.exact_heads, "exact_heads", "key-value head")
         object.__setattr__(self, "exact_heads", tuple(sorted(set(exact_heads))))
+        self.build_options()
         if self.exact_heads and self.attention == "softmax":
             raise ValueError(f"exact_heads={list(self.exact_heads)}: every head of a 'softmax' layer is exact.")
+
+    def build_options(self) -> tuple[Any, CacheDtype]:
+        """Return the options of the mechanism, and the `cache_dtype` of exact heads where it has no such option."""
+        entry, values = ATTENTIONS.get(self.attention), dict(self.options)
+        cache_dtype: CacheDtype = "auto"
+        if self.exact_heads and not any(option.name == "cache_dtype" for option in fields(entry.options)):
+            cache_dtype = values.pop("cache_dtype", cache_dtype)
+            if cache_dtype not in get_args(CacheDtype):
+                choices = " or ".join(map(repr, get_args(CacheDtype)))
+                raise ValueError(f"cache_dtype must be {choices}, got {cache_dtype!r}.")
+        return build_options(entry, values), cache_dtype
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | LayerConfig) -> LayerConfig:
@@ -273,8 +287,7 @@ def _unique_keys(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def _layer_dict(layer: LayerConfig) -> dict[str, Any]:
-    options = asdict(build_options(ATTENTIONS.get(layer.attention), dict(layer.options)))
-    saved = {"attention": layer.attention, "options": options}
+    saved = {"attention": layer.attention, "options": {**layer.options, **asdict(layer.build_options()[0])}}
     return {**saved, "exact_heads": list(layer.exact_heads)} if layer.exact_heads else saved
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
@@ -125,6 +127,13 @@ def cache_bytes(cache: Cache) -> int:
     total = 0
     for layer in cache.layers:
         own = getattr(layer, "nbytes", None)
-        tensors = (getattr(layer, name, None) for name in ("keys", "values"))
-        total += own() if own is not None else sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+        # Transformers' quantized layers have tuples, and tensors that wrap others.
+        stored = [getattr(layer, name, None) for name in ("keys", "values", "_quantized_keys", "_quantized_values")]
+        total += own() if own is not None else sum(_tensor_bytes(x) for x in tree_leaves(stored))
     return total
+
+
+def _tensor_bytes(value: Any) -> int:
+    if is_traceable_wrapper_subclass(value):
+        return sum(_tensor_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes if isinstance(value, Tensor) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape, FeatureMap
-from hf_linear_attn.mechanisms import LinearAttention
+from hf_linear_attn.mechanisms import AttentionInputs, LinearAttention
+from hf_linear_attn.ops.int8 import to_dtype
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, build_options
 from tests.tiny_models import Family
 
@@ -52,6 +53,19 @@ def randomize_learned(model: nn.Module) -> Any:
         if "linear_attention" in name:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data += (0.1 * noise * parameter.abs().max().clamp(min=0.1)).to(parameter.dtype)
+    return model
+
+
+def on_the_grid(model: Any) -> Any:
+    """Round the keys and values of a patched model's mechanisms so that a cache in int8 stores them without a loss."""
+
+    def round_tokens(module: nn.Module, args: tuple[AttentionInputs]) -> tuple[AttentionInputs]:
+        key, value = (to_dtype(to_dtype(x, torch.int8), x.dtype) for x in (args[0].key, args[0].value))
+        return (replace(args[0], key=key, value=value),)
+
+    for module in model.modules():
+        if hasattr(module, "linear_attention"):
+            module.linear_attention.register_forward_pre_hook(round_tokens)
     return model
 
 

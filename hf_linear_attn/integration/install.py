@@ -14,7 +14,7 @@ from ..feature_maps.base import AttentionShape
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
 from ..mechanisms.softmax import EXACT
-from ..registry import ATTENTIONS, build_options
+from ..registry import ATTENTIONS
 from . import source_guards
 from .attention import before_attention
 from .context import (
@@ -138,10 +138,11 @@ def _build(
     model: PreTrainedModel, layer: AttentionLayer, config: LayerConfig, shape: AttentionShape
 ) -> LinearAttention:
     entry = ATTENTIONS.get(config.attention)
-    options = build_options(entry, dict(config.options))
-    mechanism: LinearAttention = (
-        HeadMixture(shape, entry, options, config.exact_heads) if config.exact_heads else entry.factory(shape, options)
-    )
+    options, cache_dtype = config.build_options()
+    if config.exact_heads:
+        mechanism: LinearAttention = HeadMixture(shape, entry, options, config.exact_heads, cache_dtype)
+    else:
+        mechanism = entry.factory(shape, options)
     weights = [tensor for tensor in layer.module.parameters() if tensor.is_floating_point()]
     # Quantised weights have one byte an element: the mechanism takes the dtype of the others.
     like = next((tensor for tensor in weights if tensor.dtype.itemsize > 1), next(model.parameters()))
@@ -176,7 +177,7 @@ def install_layers(wholes: Sequence[PreTrainedModel], planned: Plan, mechanisms:
     for index, (layer, layer_config) in planned.items():
         layer.module.add_module(SUBMODULE, mechanisms[index])
         # With all of its options written out.
-        options = asdict(mechanisms[index].options)
+        options = {**layer_config.options, **asdict(mechanisms[index].options)}
         getattr(layer.module, LAYER_CONTEXT).layer_config = replace(layer_config, options=options)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import CacheDtype
 from ..feature_maps.base import AttentionShape
 from ..ops.common import State, mask_tokens
+from ..ops.int8 import append, row_size, stored_dtype, to_dtype
 from ..ops.prepared import prepare_with_exact, run_prepared
 from ..registry import AttentionEntry
 from .base import AttentionInputs, LinearAttention
@@ -30,7 +32,7 @@ class HeadMixture(LinearAttention):
     2024, arXiv:2410.10819). With the former exact, a converted model keeps its recall at a fraction of the cache. With
     g of G key-value heads exact, a layer takes about g/G of the time of its exact attention plus (G - g)/G of that of
     the mechanism. The state is that of the mechanism, and keys and values `[B, g, n, d]` of the exact heads, which grow
-    with the number n of tokens.
+    with the number n of tokens; in int8, one scale a token and head (`ops.int8`), with `cache_dtype` "int8".
 
     `patch_model` builds it where a layer has `exact_heads`; it is not registered under a name of its own. Attention
     dropout is applied to no head.
@@ -40,10 +42,16 @@ class HeadMixture(LinearAttention):
         entry, options: The mechanism of the other heads.
         exact_heads: The indices of the exact key-value heads. With grouped queries each stands for all query heads that
             share it.
+        cache_dtype: How the exact heads' keys and values are stored, where the mechanism has no such option.
     """
 
     def __init__(
-        self, shape: AttentionShape, entry: AttentionEntry, options: object, exact_heads: Sequence[int]
+        self,
+        shape: AttentionShape,
+        entry: AttentionEntry,
+        options: object,
+        exact_heads: Sequence[int],
+        cache_dtype: CacheDtype = "auto",
     ) -> None:
         chosen = set(exact_heads)
         groups = shape.num_key_value_heads
@@ -67,6 +75,7 @@ class HeadMixture(LinearAttention):
         super().__init__(shape, mechanism.options)
         self.mechanism = mechanism
         self.exact_heads = tuple(sorted(chosen))
+        self.cache_dtype: CacheDtype = getattr(self.options, "cache_dtype", cache_dtype)
         names = "dense_masks", "distribution", "separable_queries", "sampled_outputs", "transfer_loss", "transfer_lr"
         for name in names:
             setattr(self, name, getattr(mechanism, name))
@@ -90,7 +99,10 @@ class HeadMixture(LinearAttention):
         # Padding may hold anything, NaN too.
         key, value = (mask_tokens(tensor, mask) for tensor in (inputs.key, inputs.value))
         query = mask_tokens(inputs.query, None if mask is None else inputs.of_queries(mask))
-        if state:
+        dtype = stored_dtype(self.cache_dtype, key, value)
+        if not state:
+            after = {"exact_key": to_dtype(key, dtype), "exact_value": to_dtype(value, dtype)}
+        else:
             before = state.get("exact_mask")
             if mask is not None or before is not None:
                 before = torch.ones_like(state["exact_key"][:, 0, :, 0], dtype=torch.bool) if before is None else before
@@ -98,9 +110,9 @@ class HeadMixture(LinearAttention):
                 # Either may be one for all rows.
                 mask = torch.cat([part.expand(len(key), -1) for part in (before, mask)], dim=1)
             # The model may have changed its precision since.
-            key = torch.cat([state["exact_key"].to(key.dtype), key], dim=2)
-            value = torch.cat([state["exact_value"].to(value.dtype), value], dim=2)
-        after = {"exact_key": key, "exact_value": value}
+            key, stored_key = append(state["exact_key"], key, dtype)
+            value, stored_value = append(state["exact_value"], value, dtype)
+            after = {"exact_key": stored_key, "exact_value": stored_value}
         if mask is not None:
             after["exact_mask"] = mask
         lower_triangle = inputs.causal and mask is None and not state
@@ -137,8 +149,9 @@ class HeadMixture(LinearAttention):
         return self.mechanism.exact_length
 
     def state_bytes(self, length: int = 0) -> int:
-        exact = length * self.shape.token_bytes * len(self.exact_heads) // self.shape.num_key_value_heads
-        return self.mechanism.state_bytes(length) + exact
+        dtype = stored_dtype(self.cache_dtype) or torch.float32
+        token = sum(row_size(size, dtype) for size in (self.shape.head_dim, self.shape.value_dim)) * dtype.itemsize
+        return self.mechanism.state_bytes(length) + length * len(self.exact_heads) * token
 
     @torch.no_grad()
     def load_heads(self, layer: LinearAttention) -> None:
@@ -153,7 +166,8 @@ class HeadMixture(LinearAttention):
         return self._split(tensor)[0]
 
     def extra_repr(self) -> str:
-        return f"exact_heads={list(self.exact_heads)}"
+        stored = f", cache_dtype={self.cache_dtype}" if self.cache_dtype != "auto" else ""
+        return f"exact_heads={list(self.exact_heads)}{stored}"
 
     def _split(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Split `[B, H | G, L, x]` into the heads of the mechanism and the exact ones."""

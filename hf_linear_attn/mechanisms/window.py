@@ -6,11 +6,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..config import CacheDtype
 from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap, Options, constant_parameter, option
 from ..ops import backends, parallel
 from ..ops import windowed as ops
 from ..ops.calls import Mix, WindowedCall
 from ..ops.common import State, block_length, compute_dtype, mask_tokens, token_blocks
+from ..ops.int8 import stored_dtype
 from ..ops.prepared import prepare, run_prepared
 from ..ops.sinks import end_positions, sink_pairs
 from ..registry import FEATURE_MAPS, build_options, register_attention
@@ -136,6 +138,11 @@ class WindowOptions(HybridOptions):
         "worst (LoLA, arXiv:2505.23666)",
         least=0,
     )
+    cache_dtype: CacheDtype = option(
+        "auto",
+        "decoders only: keys and values in the cache, those of exact heads too ('auto': in the model's dtype; 'int8': "
+        "rounded, with one scale a token and head)",
+    )
 
 
 @register_attention(
@@ -164,6 +171,10 @@ class WindowAttention(HybridAttention):
     (`ops.store`): a state as large as that of a wider window, which remembers single tokens far back.
 
     The state is S, z, a ring buffer of w keys and values, the sinks, the store, and the number of tokens, `count [B]`.
+    With `cache_dtype` "int8" the keys and values in it, of the ring, the sinks and the store, are `s q` with
+    q = round(x/s) in int8 and s = max|x|/127 for each token and head (`ops.int8`); the sums stay in float32. The tokens
+    of a call see one another exactly, and those of earlier calls rounded: a prompt in one piece is exact.
+
     With a `saturation` N the weights outside the window are divided by `1 + n/N`, n the number of tokens there:
     together they tend to N times their mean instead of growing with the input.
     """
@@ -219,7 +230,10 @@ class WindowAttention(HybridAttention):
 
     def _whole_call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:
         """Return the call with all that is exact beside the window."""
-        return self._call(inputs, log_mix, sinks=self.options.sink_tokens, store=self.options.store_size)
+        options = self.options
+        call = self._call(inputs, log_mix, sinks=options.sink_tokens, store=options.store_size)
+        call.cache_dtype = stored_dtype(options.cache_dtype, inputs.key, inputs.value)
+        return call
 
     def _check_store(self, causal: bool) -> None:
         if self.options.store_size and not causal:
@@ -326,4 +340,5 @@ class WindowAttention(HybridAttention):
     def extra_repr(self) -> str:
         options = self.options
         stored = f", store_size={options.store_size}" if options.store_size else ""
+        stored += f", cache_dtype={options.cache_dtype}" if options.cache_dtype != "auto" else ""
         return f"window_size={options.window_size}, sink_tokens={options.sink_tokens}{stored}"

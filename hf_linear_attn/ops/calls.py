@@ -165,6 +165,7 @@ class WindowedCall(_FeatureCall):
     `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`; without gradients it may be a formula. With
     `sinks` n, the first n tokens of each row (causal), or the first n and the last n, have exact weights for every
     query (`ops.sinks`). With a `store` n (causal), so have n keys that the linear part recalls badly (`ops.store`).
+    The state stores keys and values in `cache_dtype`, int8 as in `ops.int8` (None: as they are).
     """
 
     window: int
@@ -172,6 +173,7 @@ class WindowedCall(_FeatureCall):
     log_mix: Tensor | Mix
     sinks: int = 0
     store: int = 0
+    cache_dtype: torch.dtype | None = None
 
     def log_mixing_weights(self) -> Tensor:
         """Return the log mixing weights as a tensor `[B | 1, H, L | 1]`."""

@@ -91,18 +91,18 @@ def run(call: WindowedCall) -> tuple[Tensor, State | None]:
     if not call.causal:
         total, _ = _whole(call, query.new_empty(1, 0, dtype=torch.long) if sinks is None else sinks.position)
         return attend_from_sinks(weighted_mean(total).to(call.value.dtype), call, sinks), None
-    inputs, index, start = call, None, length - window
+    index = None
     if call.mask is None and call.state is None and length > window:  # the usual case, without copies
         valid = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
         total, far = _whole(call, torch.arange(min(call.sinks, length), device=query.device)[None])
+        ring = make_ring(call, valid, length - window)
     else:
-        inputs, valid, index = gather_tokens(call, call.log_mixing_weights())
-        start = length
+        inputs, valid, index, ring = gather_tokens(call, call.log_mixing_weights())
         total, far = _continued(inputs, valid, sinks)
     out = weighted_mean(total).to(call.value.dtype)
     if index is not None:
         out = mask_tokens(take_tokens(out, index), call.mask)
-    return out, {**(far or {}), **make_ring(inputs, valid, start), **first} if call.return_state else None
+    return out, {**(far or {}), **ring, **first} if call.return_state else None
 
 
 def _whole(call: WindowedCall, sinks: Tensor) -> tuple[Tensor, State | None]:

@@ -60,7 +60,7 @@ def prepare_with_exact(
         heads: The linear and the exact key-value heads.
     """
     step = linear.prepared if isinstance(linear, InPlaceState) else None
-    if step is None or not (kernel := step.kernels[0]).place(heads[0]):
+    if step is None or exact["exact_key"].dtype is torch.int8 or not (kernel := step.kernels[0]).place(heads[0]):
         return {**linear, **exact}
     after = InPlaceState({**linear, **exact})
     after.memory = linear.memory  # type: ignore[attr-defined]

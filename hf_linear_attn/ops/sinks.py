@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .calls import WindowedCall
 from .common import State, mask_tokens
+from .int8 import to_dtype
 
 
 class Sinks(NamedTuple):
@@ -67,12 +68,20 @@ def first_tokens(call: WindowedCall) -> tuple[Sinks | None, State]:
     index = first_with_number(numbers, number.clamp_min(1))
     is_new = (number >= 1) & (number <= numbers[:, -1:])
     key, value = (mask_tokens(take_tokens(tensor, index), is_new) for tensor in (key, value))
-    if state is not None:
-        stored = (number < 1)[:, None, :, None]
-        key = torch.where(stored, state["sink_key"].to(key.dtype), key)
-        value = torch.where(stored, state["sink_value"].to(value.dtype), value)
-    sinks = Sinks(key, value, order + (length - count).unsqueeze(1))
-    return sinks, {"sink_key": key, "sink_value": value, "count": count}
+
+    def with_old(tokens: State) -> State:
+        if state is None:
+            return tokens
+        is_old = (number < 1)[:, None, :, None]
+        return {name: torch.where(is_old, to_dtype(state[name], own.dtype), own) for name, own in tokens.items()}
+
+    new = {"sink_key": key, "sink_value": value}
+    tokens = with_old(new)
+    stored = tokens
+    if call.cache_dtype is not None:
+        stored = with_old({name: to_dtype(own, call.cache_dtype) for name, own in new.items()})
+    position = order + (length - count).unsqueeze(1)
+    return Sinks(tokens["sink_key"], tokens["sink_value"], position), {**stored, "count": count}
 
 
 def end_positions(mask: Tensor | None, sinks: int, batch: int, length: int, device: torch.device) -> Tensor:

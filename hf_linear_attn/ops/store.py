@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .calls import KernelizedCall, WindowedCall
 from .common import Features, KVState, State, compute_dtype, mask_tokens, weighted_mean
+from .int8 import to_dtype
 from .kernelized import causal
 
 #: The error of what may not be stored: empty places, padding and sinks.
@@ -47,20 +48,29 @@ class StoredKeys(NamedTuple):
             size = state["store_key"].shape[2] if "store_key" in state else 0
             if size != call.store:
                 raise ValueError(f"The state has a store of {size} keys, not {call.store}: it is of other options.")
-            error, has_graph = state["store_error"], state["kv"].requires_grad
+            error, has_graph = state["store_error"].to(compute_dtype(call.key)), state["kv"].requires_grad
             constant = state.get("store_constant") if has_graph else None
             if constant is None:
                 constant = torch.full_like(error, not has_graph, dtype=torch.bool)
-            return StoredKeys(state["store_key"], state["store_value"], error, constant)
+            # What is read from int8 into float32 and stored again stays as it is.
+            wide = None if call.cache_dtype is None else error.dtype
+            key = to_dtype(state["store_key"], wide or call.key.dtype)
+            value = to_dtype(state["store_value"], wide or call.value.dtype)
+            return StoredKeys(key, value, error, constant)
         key, value, count = call.key, call.value, call.store
         sizes = key.shape[0], key.shape[1], count
         error = torch.full(sizes, NEVER, dtype=compute_dtype(key), device=key.device)
         constant = torch.zeros_like(error, dtype=torch.bool)
         return StoredKeys(key.new_zeros(*sizes, key.shape[3]), value.new_zeros(*sizes, value.shape[3]), error, constant)
 
-    def state(self, has_graph: bool) -> State:
-        """Return the entries of a state, whose sums have a gradient or not."""
-        entries = {f"store_{name}": tensor.contiguous() for name, tensor in self._asdict().items()}
+    def state(self, call: WindowedCall, has_graph: bool) -> State:
+        """Return the entries of the state after a call, whose sums have a gradient or not."""
+        key, value = (
+            to_dtype(own, call.cache_dtype or new.dtype)
+            for own, new in ((self.key, call.key), (self.value, call.value))
+        )
+        stored = self._replace(key=key, value=value)
+        entries = {f"store_{name}": tensor.contiguous() for name, tensor in stored._asdict().items()}
         if not has_graph:  # then all keys are constant
             del entries["store_constant"]
         return entries
@@ -76,7 +86,7 @@ class StoredKeys(NamedTuple):
             `[B, G, N, n + N]`; and the store after the last.
         """
         size, count = self.key.shape[2], new.key.shape[2]
-        pool = StoredKeys(*(torch.cat([old.to(own.dtype), own], dim=2) for old, own in zip(self, new, strict=True)))
+        pool = StoredKeys(*(torch.cat(parts, dim=2) for parts in zip(self, new, strict=True)))
         best = pool.error.sort(dim=-1, descending=True, stable=True).indices
         entered = best.unsqueeze(2) <= torch.arange(size, size + count, device=best.device).unsqueeze(-1)
         is_stored = entered & (entered.cumsum(dim=-1) <= size)  # in the order of `best`

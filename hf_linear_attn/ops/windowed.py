@@ -42,6 +42,7 @@ from .common import (
     weighted_mean,
     with_ones,
 )
+from .int8 import append, to_dtype
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
 from .store import StoredKeys, leaving_key, leaving_keys
@@ -166,13 +167,24 @@ def _far_scale(log_scale: Tensor, key_scale: Tensor | None, top: Tensor) -> Tens
     return exponent.exp().unsqueeze(-1)
 
 
-def gather_tokens(call: WindowedCall, log_mix: Tensor) -> tuple[WindowedCall, Tensor, Tensor | None]:
-    """Put `window` older tokens before the new ones, and padding first, so that windows count real tokens.
+class Gathered(NamedTuple):
+    """`window` older tokens, and the new ones after them.
 
-    Returns:
-        The call with these queries, keys, values and log_mix `[B | 1, H, L | 1]`; which keys are tokens
-        `[B, window + L]`; and the index of each new token among the queries `[B, L]` (None: its own index).
+    Attributes:
+        call: The call with these queries, keys, values and log_mix `[B | 1, H, L | 1]`.
+        valid: Which keys are tokens `[B, window + L]`.
+        query_index: The index of each new token among the queries `[B, L]` (None: its own).
+        ring: The last `window` tokens, which later tokens see exactly, as entries of the state.
     """
+
+    call: WindowedCall
+    valid: Tensor
+    query_index: Tensor | None
+    ring: State
+
+
+def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Gathered:
+    """Put `window` older tokens before the new ones, and padding first, so that windows count real tokens."""
     key, value, mask, state, window = call.key, call.value, call.mask, call.state, call.window
     batch, length = key.shape[0], key.shape[2]
     valid = mask if mask is not None else torch.ones(batch, length, dtype=torch.bool, device=key.device)
@@ -180,11 +192,12 @@ def gather_tokens(call: WindowedCall, log_mix: Tensor) -> tuple[WindowedCall, Te
         key, value = pad_tokens(key, window, 0), pad_tokens(value, window, 0)
         valid = functional.pad(valid, (window, 0), value=False)
     else:
-        key = torch.cat([state["ring_key"].to(key.dtype), key], dim=2)
-        value = torch.cat([state["ring_value"].to(value.dtype), value], dim=2)
+        key = torch.cat([to_dtype(state["ring_key"], key.dtype), key], dim=2)
+        value = torch.cat([to_dtype(state["ring_value"], value.dtype), value], dim=2)
         valid = torch.cat([state["ring_mask"], valid], dim=1)
     if mask is None:  # a ring has its padding first already
-        return call.replace(key=key, value=value, log_mix=log_mix), valid, None
+        gathered = call.replace(key=key, value=value, log_mix=log_mix)
+        return Gathered(gathered, valid, None, make_ring(gathered, valid, length))
     real, missing = valid.long().cumsum(dim=1), (~valid).long().cumsum(dim=1)
     inverse = torch.where(valid, real + missing[:, -1:], missing) - 1  # where each token goes
     positions = torch.arange(inverse.shape[1], device=inverse.device).expand_as(inverse)
@@ -195,13 +208,26 @@ def gather_tokens(call: WindowedCall, log_mix: Tensor) -> tuple[WindowedCall, Te
     query = take_tokens(mask_tokens(call.query, mask), rows)
     key, value = take_tokens(key, order), take_tokens(value, order)
     index = (inverse[:, window:] - window).clamp_min(0)
-    return call.replace(query=query, key=key, value=value, log_mix=log_mix), valid.gather(1, order), index
+    gathered, valid = call.replace(query=query, key=key, value=value, log_mix=log_mix), valid.gather(1, order)
+    return Gathered(gathered, valid, index, make_ring(gathered, valid, length, order[:, length:]))
 
 
-def make_ring(call: WindowedCall, valid: Tensor, length: int) -> State:
-    """Copy the last `window` tokens, which later tokens see exactly. (A view would retain all tokens in memory.)"""
-    ring = {"ring_key": call.key[:, :, length:], "ring_value": call.value[:, :, length:]}
-    ring["ring_mask"] = valid[:, length:]
+def make_ring(call: WindowedCall, valid: Tensor, start: int, order: Tensor | None = None) -> State:
+    """Copy the last `window` tokens, from `start` on, for the state. (A view would retain all tokens in memory.)
+
+    order: `[B, window]`, where they stood among the tokens of the former ring and the new ones; None: where they are.
+    """
+    ring = {"ring_key": call.key[:, :, start:], "ring_value": call.value[:, :, start:]}
+    if call.cache_dtype is not None:
+        ring = {name: to_dtype(tokens, call.cache_dtype) for name, tokens in ring.items()}
+        if call.state is not None:  # what was rounded once stays as it is
+            if order is None:
+                order = torch.arange(start, start + call.window, device=valid.device).expand(valid.shape[0], -1)
+            is_old, index = (order < call.window)[:, None, :, None], order.clamp(max=call.window - 1)
+            for name, tokens in ring.items():
+                old = take_tokens(to_dtype(call.state[name], call.cache_dtype), index)
+                ring[name] = torch.where(is_old, old, tokens)
+    ring["ring_mask"] = valid[:, start:]
     return {name: part.clone(memory_format=torch.contiguous_format) for name, part in ring.items()}
 
 
@@ -383,7 +409,7 @@ def accumulate(
     log_mix, older = call.log_mixing_weights(), 0
     first: State = {}
     if call.causal:
-        inputs, valid, query_index = gather_tokens(call, log_mix)
+        inputs, valid, query_index, ring = gather_tokens(call, log_mix)
         sinks, first = first_tokens(call)
         query, log_mix, older = inputs.query, inputs.log_mixing_weights(), window
         position = torch.arange(-window, length, device=query.device)
@@ -450,8 +476,8 @@ def accumulate(
     if query_index is not None:
         out, scale = (mask_tokens(take_tokens(x, query_index), call.mask) for x in (out, scale))
     after = carried.plus(blocks.kv_state.at(-reach if free else now)).state()
-    stored = store.state(after["kv"].requires_grad) if call.store else {}
-    return Accumulator(out, scale[..., 0]), {**after, **make_ring(inputs, valid, length), **first, **stored}
+    stored = store.state(call, after["kv"].requires_grad) if call.store else {}
+    return Accumulator(out, scale[..., 0]), {**after, **ring, **first, **stored}
 
 
 def _later_states(keys: _KeyBlocks, starts: range, count: int, reach: int, nothing: KVState) -> list[KVState]:
@@ -494,21 +520,19 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     query, key, value = call.query, call.key, call.value
     dtype = compute_dtype(query)
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
-    ring: State = {
-        "ring_key": torch.cat([state["ring_key"][:, :, 1:].to(key.dtype), key], dim=2),
-        "ring_value": torch.cat([state["ring_value"][:, :, 1:].to(value.dtype), value], dim=2),
-        "ring_mask": torch.cat([state["ring_mask"][:, 1:], state["ring_mask"].new_ones(batch, 1)], dim=1),
-    }
+    near = torch.cat([state["ring_mask"][:, 1:], state["ring_mask"].new_ones(batch, 1)], dim=1)
+    near_key, ring_key = append(state["ring_key"][:, :, 1:], key, call.cache_dtype)
+    near_value, ring_value = append(state["ring_value"][:, :, 1:], value, call.cache_dtype)
+    ring = {"ring_key": ring_key, "ring_value": ring_value, "ring_mask": near}
+    oldest_key, oldest_value = (to_dtype(state[name][:, :, :1], dtype) for name in ("ring_key", "ring_value"))
     sinks, first = first_tokens(call)
     outside = state["count"].unsqueeze(1) - call.window  # the position of the oldest token, which leaves the window
     oldest = state["ring_mask"][:, :1] & (outside >= call.sinks)
-    older = masked_key_features(call.key_features, state["ring_key"][:, :, :1], 0, oldest, dtype)
-    older_value = with_ones(mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
-    far = KVState.from_state(state).plus(KVState.of(older, older_value))
+    older = masked_key_features(call.key_features, oldest_key, 0, oldest, dtype)
+    far = KVState.from_state(state).plus(KVState.of(older, with_ones(mask_tokens(oldest_value, oldest))))
     if call.store:
-        new = leaving_key(state["ring_key"][:, :, :1], state["ring_value"][:, :, :1], older, far, oldest)
+        new = leaving_key(oldest_key, oldest_value, older, far, oldest)
         pool, is_stored, store = StoredKeys.before(call).offer(new)
-    near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
         near = torch.cat([near, torch.arange(call.sinks, device=near.device) <= outside], dim=1)
@@ -536,14 +560,16 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     if call.store:
         total = total + weights[1] @ stored_value
     out = divide(weights[0] @ near_value + total[..., :-1], weights[0].sum(dim=-1) + total[..., -1])
-    after = {**far.state(), **ring, **first, **(store.state(far.total.requires_grad) if call.store else {})}
+    after = {**far.state(), **ring, **first}
+    if call.store:
+        after |= store.state(call, far.total.requires_grad)
     return out.view(batch, heads, 1, -1).to(value.dtype), after
 
 
 def stored_pairs(call: WindowedCall) -> Tensor:
     """Return which keys the store holds for the token at each key, `[B, G, S, S]`, for analysis; O(S²) memory."""
     batch, groups, length, _ = call.key.shape
-    inputs, valid, index = gather_tokens(call.replace(query=call.key), call.log_mixing_weights()[:, :, :1])
+    inputs, valid, index, _ = gather_tokens(call.replace(query=call.key), call.log_mixing_weights()[:, :, :1])
     sinks, _ = first_tokens(call)
     number = torch.arange(-call.window, length, device=valid.device)
     far = valid if sinks is None else valid & (number > sinks.position[:, -1:])

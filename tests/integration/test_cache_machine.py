@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from transformers import DynamicCache
 
 from tests.comparing import assert_close, logits
-from tests.small import patched
+from tests.small import on_the_grid, patched
 from tests.tiny_models import GPT2, LLAMA, MAX_LENGTH, VOCABULARY, Family
 
 #: Rows that a batch may grow to.
@@ -41,13 +41,15 @@ MODELS: dict[str, tuple[Family, str, dict[str, Any]]] = {
     "exact heads": (LLAMA, "hedgehog", {"exact_heads": [1]}),
     "store and exact heads": (LLAMA, "window", {"store_size": 3, "exact_heads": [0]}),
     "mixture": (LLAMA, "hedgehog", {"layers": [1]}),  # the other layer is exact, with its own kind of cache
+    "int8": (LLAMA, "window", {"cache_dtype": "int8", "exact_heads": [0], "store_size": 3}),
 }
 
 
 @functools.cache
 def model_of(name: str) -> Any:
     family, attention, options = MODELS[name]
-    return patched(attention, family, **options)
+    model = patched(attention, family, **options)
+    return on_the_grid(model) if "cache_dtype" in options else model
 
 
 @functools.cache

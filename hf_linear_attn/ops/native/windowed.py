@@ -5,8 +5,9 @@ from torch import Tensor
 
 from ..calls import Mix, WindowedCall
 from ..common import InPlaceState, State, mask_tokens
+from ..int8 import row_size
 from ..sinks import first_tokens, take_tokens
-from ..windowed import gather_tokens, make_ring
+from ..windowed import gather_tokens
 from . import binding
 from .binding import NEXT, Numbers, Tensors, differentiable, empty, output
 
@@ -40,7 +41,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     sinks, first = first_tokens(call) if call.causal else (None, {})
     tokens = call.replace(log_mix=log_mix)
     if call.causal and (mask is not None or call.state is not None):
-        (tokens, valid, query_index), mask = gather_tokens(call, log_mix), None
+        (tokens, valid, query_index, ring), mask = gather_tokens(call, log_mix), None
     inputs = {"query": tokens.query, "key": tokens.key, "value": tokens.value, "mix": tokens.log_mixing_weights()}
     if valid is not None:
         inputs["skip"], numbers["offset"] = (~valid).sum(dim=1), call.window
@@ -71,27 +72,27 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         return out, None
     if valid is None:
         key, value = (tensor[:, :, -call.window :] for tensor in (call.key, call.value))
-        tokens, valid, _ = gather_tokens(call.replace(key=key, value=value), log_mix)
-        length = min(length, call.window)
-    return out, {**after, **make_ring(tokens, valid, length), **first}
+        ring = gather_tokens(call.replace(key=key, value=value), log_mix).ring
+    return out, {**after, **ring, **first}
 
 
 def is_kernel_step(call: WindowedCall, state: State) -> bool:
     """Whether the kernel for one token applies: it reads whole vectors of a state and a ring of the inputs' dtype."""
     query, window = call.query, call.window
-    if query.shape[2] != 1 or call.value.shape[3] % binding.lanes():
+    if query.shape[2] != 1 or call.value.shape[3] % binding.lanes() or call.cache_dtype is not None:
         return False
     batch, groups, _, size = call.key.shape
     expected: dict[str, tuple[int, ...]] = {"ring_mask": (batch, window), "count": (batch,)}
     for prefix, count in (("ring", window), ("sink", call.sinks), ("store", call.store)):
         if count:
-            expected[f"{prefix}_key"] = batch, groups, count, size
-            expected[f"{prefix}_value"] = batch, groups, count, call.value.shape[3]
+            expected[f"{prefix}_key"] = batch, groups, count, row_size(size, call.cache_dtype)
+            expected[f"{prefix}_value"] = batch, groups, count, row_size(call.value.shape[3], call.cache_dtype)
     if call.store:
         expected["store_error"] = batch, groups, call.store
     dtypes = {"ring_mask": torch.bool, "count": torch.int64, "store_error": torch.float32}
+    stored = call.cache_dtype or query.dtype
     return all(
-        name in state and state[name].shape == shape and state[name].dtype == dtypes.get(name, query.dtype)
+        name in state and state[name].shape == shape and state[name].dtype == dtypes.get(name, stored)
         for name, shape in expected.items()
     )
 

@@ -1,0 +1,160 @@
+"""`cache_dtype="int8"` in whole models: every mode of decoding, where the rounding loses nothing and where it does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
+
+import hf_linear_attn as hla
+from hf_linear_attn.streaming import cache_bytes, read_stream
+from tests.comparing import assert_close, logits, relative_error
+from tests.inputs import padded_batch, token_ids
+from tests.small import on_the_grid, patched
+from tests.tiny_models import GPT2, LLAMA, Family
+
+EITHER = pytest.mark.parametrize("family", [LLAMA, GPT2], ids=str)
+NEW = 8
+
+
+def build(family: Family, **options: Any) -> Any:
+    return patched("window", family, **{"cache_dtype": "int8", "exact_heads": [1], "store_size": 2, **options})
+
+
+def generate(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **settings})
+
+
+@torch.no_grad()
+def fill(model: Any, ids: torch.Tensor) -> Any:
+    return model(ids, use_cache=True).past_key_values
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@EITHER
+def test_generation_is_that_without_a_cache(family: Family, settings: dict[str, Any]) -> None:
+    model, ids, tokens = on_the_grid(build(family)), token_ids(1, 9), []
+    ids = torch.cat([ids, ids], dim=1) if "prompt_lookup_num_tokens" in settings else token_ids(2, 17)
+    for use_cache in (True, "prompt_lookup_num_tokens" in settings):
+        torch.manual_seed(5)
+        tokens.append(generate(model, ids, use_cache=use_cache, **settings))
+        settings = {name: value for name, value in settings.items() if name != "prompt_lookup_num_tokens"}
+    assert torch.equal(*tokens)
+    assert not torch.equal(generate(model, ids), generate(model, ids.flip(1)))
+
+
+@EITHER
+def test_generation_in_pieces_with_an_assistant_and_with_padding(family: Family) -> None:
+    model, ids = on_the_grid(build(family)), token_ids(1, 17)
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, prefill_chunk_size=5), expected)
+    assert torch.equal(generate(model, ids, assistant_model=family.build()), expected)
+    rows = [token_ids(1, length, seed=length)[0] for length in (3, 11, 18)]
+    batch = padded_batch(rows, "left")
+    together = generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
+    for row, tokens in enumerate(rows):
+        assert torch.equal(together[row, -NEW:], generate(model, tokens[None])[0, -NEW:])
+
+
+@EITHER
+def test_decoding_is_the_prompt_up_to_the_rounding(family: Family) -> None:
+    model, exact, ids = build(family, store_size=0), patched("window", family, exact_heads=[1]), token_ids(2, 60)
+    exact.load_state_dict(model.state_dict())
+    assert torch.equal(logits(model, ids), logits(exact, ids))
+    cache, steps = fill(model, ids[:, :20]), []
+    for index in range(20, 60):
+        steps.append(logits(model, ids[:, index : index + 1], past_key_values=cache))
+    error = relative_error(torch.cat(steps, dim=1), logits(exact, ids)[:, 20:])
+    assert 1e-4 < error < 5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_state_in_a_file_continues_bit_equally(dtype: torch.dtype, tmp_path: Any) -> None:
+    model = build(LLAMA).to(dtype)
+    cache = fill(model, token_ids(2, 19))
+    logits(model, token_ids(2, 1, seed=2), past_key_values=cache)
+    hla.save_state(model, cache, tmp_path / "state")
+    again = copy.deepcopy(model)
+    loaded = hla.load_state(again, tmp_path / "state")
+    assert loaded.layers[0].state["exact_key"].dtype is loaded.layers[0].state["ring_key"].dtype is torch.int8
+    for seed, length in enumerate((3, 1, 1, 12)):
+        ids = token_ids(2, length, seed=10 + seed)
+        expected = logits(model, ids, past_key_values=cache)
+        assert torch.equal(logits(again, ids, past_key_values=loaded), expected)
+    with pytest.raises(ValueError, match="another linear attention"):
+        hla.load_state(build(LLAMA, cache_dtype="auto").to(dtype), tmp_path / "state")
+
+
+@EITHER
+def test_streams_and_unpatching(family: Family) -> None:
+    model, ids = family.build(), token_ids(1, 50)
+    expected = logits(model, ids)
+    hla.patch_model(model, "window", window_size=4, exact_heads=[1], cache_dtype="int8")
+    losses = [piece.output.logits for piece in read_stream(model, ids[0].tolist(), chunk_length=8)]
+    assert relative_error(torch.cat(losses, dim=1), logits(model, ids)) < 5e-2
+    rounded = on_the_grid(build(family))
+    losses = [piece.output.logits for piece in read_stream(rounded, ids[0].tolist(), chunk_length=8)]
+    assert_close(torch.cat(losses, dim=1), logits(rounded, ids))
+    assert torch.equal(logits(hla.unpatch_model(model), ids), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_reported_bytes_are_those_of_the_cache(dtype: torch.dtype) -> None:
+    length = 40
+    model = build(LLAMA).to(dtype)
+    cache = fill(model, token_ids(1, length))
+    mechanisms = [module.linear_attention for module in model.modules() if hasattr(module, "linear_attention")]
+    assert cache_bytes(cache) == sum(mechanism.state_bytes(length) for mechanism in mechanisms)
+    assert hla.patch_report(model).state_bytes == sum(mechanism.state_bytes(1024) for mechanism in mechanisms)
+    for index in range(20):
+        logits(model, token_ids(1, 1, seed=index), past_key_values=cache)
+    tensors = [tensor for layer in cache.layers for tensor in layer.state.values()]
+    stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert cache_bytes(cache) == sum(stored.values())
+
+
+def test_other_caches() -> None:
+    """Static layers give way to ours, and exact layers of a mixture refuse them, as without int8."""
+    model, ids = on_the_grid(build(LLAMA)), token_ids(2, 9)
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, cache_implementation="static"), expected)
+    cache = StaticCache(model.config, max_cache_len=32)
+    assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+    assert torch.equal(generate(model, ids, past_key_values=DynamicCache(config=model.config)), expected)
+
+
+@pytest.mark.skipif(
+    not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the other backends are packages of their own"
+)
+def test_a_quantized_cache_of_transformers_rounds_the_layers_that_are_exact_as_a_whole(tmp_path: Any) -> None:
+    plan = {"default": {"attention": "window", "window_size": 4, "cache_dtype": "int8"}, "0": "softmax"}
+    model, ids = hla.patch_model(LLAMA.build(), plan), token_ids(2, 40)
+    expected = logits(model, ids)
+    cache, start = QuantizedCache("fp8", model.config), 0
+    for length in (20, 6, *[1] * 14):
+        new = logits(model, ids[:, start : start + length], past_key_values=cache)
+        assert relative_error(new, expected[:, start : start + length]) < 0.4  # float8 has three bits after the point
+        start += length
+    exact, linear = cache.layers
+    assert type(exact).__name__ == "Fp8QuantizedLayer"
+    assert linear.state["ring_key"].dtype is torch.int8
+    size = (
+        exact._quantized_keys[0].shape.numel() * 2 + 2 * 4
+    )  # numbers, and a scale for all keys and one for all values
+    assert cache_bytes(cache) == linear.nbytes() + size
+    settings = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    for beams in (1, 3):
+        assert generate(model, ids, num_beams=beams, **settings).shape == (2, 40 + NEW)
+    with pytest.raises(NotImplementedError, match="a cache with a Fp8QuantizedLayer cannot be saved"):
+        hla.save_state(model, cache, tmp_path / "state")
