@@ -107,7 +107,7 @@ class LayerSearch:
             mechanisms=self.mechanisms,
             part=part,
             total=len(self.heads[0].table) if self.heads else len(self_attention(self.patched)),
-            met=within_budget and verified.is_within(budget, informative=informative),
+            met=within_budget and verified.is_within(budget, informative=informative) and not verified.unsure,
             within_budget=within_budget,
             informative=informative,
             curve=[exact, *measured],

@@ -117,12 +117,12 @@ def seed_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Return the SHA-256 over the names and shapes of all weights and the first values of each."""
+    """Return the SHA-256 over the names, shapes and values of all weights."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        start = tensor.detach().reshape(-1)[:4096].cpu().contiguous()
-        digest.update(start.view(torch.uint8).numpy().tobytes() if start.numel() else b"")
+        values = tensor.detach().reshape(-1).cpu()
+        digest.update(values.view(torch.uint8).numpy().data if values.numel() else b"")
     return digest.hexdigest()
 
 

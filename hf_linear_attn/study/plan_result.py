@@ -70,6 +70,10 @@ class Candidate:
             plan |= {name: {**own, **exact}} if own or exact else {}
         return plan
 
+    def format_speedup(self, length: str) -> str:
+        """Return the speedup at a length as text."""
+        return NOT_MEASURABLE if length in self.unsure else f"{self.speedup[length]:.2f}×"
+
     def cost(self, budget: Budget) -> float:
         """Return the speedup at the budget's length, or the share of the exact model's cache."""
         costs: dict[str, float] = getattr(self, budget.cost)
@@ -149,14 +153,10 @@ class PlanResult:
 
         rows = {}
         for one in self.curve:
-            speeds = {
-                f"speed at {int(length):,}": NOT_MEASURABLE if length in one.unsure else f"{speedup:.2f}×"
-                for length, speedup in one.speedup.items()
-            }
             rows[f"{one.count} of {self.total}{' ★' if self._is_plan(one) else ''}"] = {
                 **({"adds layer": "–" if one.added is None else str(one.added)} if self.single_layers else {}),
                 **self._quality_cells(one),
-                **speeds,
+                **{f"speed at {int(length):,}": one.format_speedup(length) for length in one.speedup},
                 **{f"cache at {int(length):,}": f"{share:.1%}" for length, share in one.cache.items()},
             }
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("linear")
@@ -181,7 +181,8 @@ class PlanResult:
     def summary(self) -> list[str]:
         """Return the findings as sentences, the most important first."""
         sentences = [f"The budget {self.budget.text!r} {self._outcome()}.", *self._warnings()]
-        speedup = {int(length): value for length, value in self.chosen.speedup.items()}
+        chosen = self.chosen
+        speedup = {int(length): value for length, value in chosen.speedup.items() if length not in chosen.unsure}
         if self.conclusive and len(speedup) > (self.budget.cost == "speedup"):
             change = crossover(list(speedup), list(speedup.values()))
             sentences.append(f"One pass of the planned model is faster than {self.baseline} from {change} tokens on.")
@@ -196,7 +197,8 @@ class PlanResult:
         choice, verification = (self.unit.format(one.damage) for one in (self.chosen, self.verified))
         costs = f"{choice} on the data of the choice, {verification} on the data of the verification"
         if budget.cost == "speedup":
-            costs = f"{self.chosen.cost(budget):.2f}×, timed again {self.verified.cost(budget):.2f}×; {costs}"
+            first, again = (one.format_speedup(str(budget.length)) for one in (self.chosen, self.verified))
+            costs = f"{first}, timed again {again}; {costs}"
         elif budget.cost == "cache":
             costs = f"{self.chosen.cost(budget):.1%} of the cache; {costs}"
         if self.within_budget:

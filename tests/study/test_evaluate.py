@@ -494,3 +494,11 @@ def test_checkpoints_are_timed_with_their_exact_heads() -> None:
     groups = [CheckpointGroup("window", layers, {}, "window (converted)")]
     timed = timed_variants(exact, settings, groups)[1].load()
     assert [layer.exact_heads for layer in hla.patch_report(timed).layers] == [(), (2,)]
+
+
+def test_a_fingerprint_depends_on_every_value() -> None:
+    model = GPT2.build()
+    before = ExactModel.of(model, None, "decoder", "gpt2").fingerprint
+    assert ExactModel.of(model, None, "decoder", "gpt2").fingerprint == before
+    model.transformer.wte.weight.data[-1, -1] += 1
+    assert ExactModel.of(model, None, "decoder", "gpt2").fingerprint != before

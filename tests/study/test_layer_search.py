@@ -269,6 +269,10 @@ def test_a_speed_that_varies_more_than_it_differs_is_not_stated(search: Any, mon
     result = search("0.2 nats", lengths=(16,))
     assert set(result.formatted_table()["speed at 16"][1:]) == {"not measurable"}
     assert [row.unsure for row in result.curve] == [[], ["16"], ["16"], ["16"]]
+    assert not any("is faster than" in sentence for sentence in result.summary())
+    budget = search("1.05x at 16")
+    assert (budget.within_budget, budget.met) == (True, False)
+    assert "is not confirmed for 1 of 3 layers as elu (layers 1): not measurable, timed again" in budget.summary()[0]
 
 
 @pytest.mark.parametrize(
