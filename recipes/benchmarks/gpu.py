@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.measure.memory import peak_memory
 from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
 from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.check import FAILURES, relative_error
-from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.utils.timing import sample_interleaved
 
 from . import workloads
 from .attention import attention
 from .decoding import decoding
-from .models import transfer_step
+from .models import transfer_cost
 from .runner import Cell, Cells, Rows, driven
 from .workloads import Inputs
 
@@ -75,7 +73,7 @@ def gpu(
     timed: dict[str, Any] = {**sizes, "seconds": seconds, "dtypes": dtypes[:1]}
     parts: dict[str, Callable[[], Cells]] = {
         "kernels": partial(_kernels, mechanisms, dtypes, **sizes),
-        "conversion": partial(_conversion, mechanisms, model, tokens, dtypes[0], seconds, device),
+        "conversion": partial(transfer_cost, mechanisms, (model,), (tokens,), seconds, dtypes[0], device),
         "attention": partial(attention, mechanisms, lengths=lengths, longest=1.0, **timed),
         "decoding": partial(decoding, mechanisms, contexts=contexts, batches=(1, 8), **timed),
     }
@@ -161,24 +159,3 @@ def _results(module: LinearAttention, inputs: Inputs, mask: Tensor, causal: bool
             token = call(*(x[:, :, -1:] for x in tensors), state=state, return_state=True)
             results["decoding"] = module(token)[0]
     return results
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# A step of conversion
-
-
-def _conversion(names: Any, shape: str, tokens: int, dtype: str, seconds: float, device: str) -> Cells:
-    model = workloads.model_of(shape, tokens, dtype=dtype, device=device)
-    for name in workloads.mechanism_names(names, model.can_generate()):
-        if ATTENTIONS.get(name).learned:
-            facts = {"model": shape, "dtype": dtype, "length": tokens, "attention": name}
-            yield Cell(facts, partial(_step, model, name, tokens, seconds), {"seconds": seconds})
-
-
-def _step(model: Any, name: str, tokens: int, seconds: float) -> Rows:
-    with transfer_step(model, name, tokens) as (forward, step):
-        calls: dict[str, Callable[[], object]] = {"forward": forward, "step": step}
-        samples = sample_interleaved(calls, seconds=seconds, device=model.device)
-        peak = peak_memory(step, model.device)
-    times = {kind: workloads.spread(values) for kind, values in samples.items()}
-    return [{**times, "forward_passes": workloads.ratio(samples["step"], samples["forward"]), "bytes": peak}]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_linear_attn import list_attentions, patch_model
+from hf_linear_attn import patch_model
 from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.integration.discovery import longest_input
 from hf_linear_attn.measure.inputs import timing_options
+from hf_linear_attn.measure.memory import peak_memory
 from hf_linear_attn.measure.speed import DECODING, measure_decoding, measure_passes
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.study.loading import seed_options
 from hf_linear_attn.study.variants import WITHOUT_ATTENTION
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from hf_linear_attn.utils.models import shared_copy
@@ -33,7 +34,9 @@ def _patched(model: Any, names: Any, longest: int, seed: int) -> dict[str, Any]:
     causal = model.can_generate()
     models = {BASELINE: model, WITHOUT_ATTENTION: without_attention(model)}
     for name in workloads.mechanism_names(names, causal):
-        options = timing_options(ATTENTIONS.get(name), workloads.seeded(name, seed), longest_input(model), longest)
+        options = timing_options(
+            ATTENTIONS.get(name), seed_options(ATTENTIONS.get(name), seed), longest_input(model), longest
+        )
         models[name] = patch_model(shared_copy(model), name, **options)
     return models
 
@@ -188,41 +191,40 @@ def transfer_cost(
     shapes: tuple[str, ...] = ("SmolLM2-135M", "all-MiniLM-L6-v2"),
     lengths: tuple[int, ...] = (128, 512, 2048, 8192),
     seconds: float = 10.0,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> Cells:
     """What a step of attention transfer costs, in forward passes of the exact model by itself. A quarter of an hour.
 
     A step is the exact forward pass that yields its inputs, its loss and its gradients, on one row of tokens.
 
     Args:
-        attention: Names of mechanisms; all that learn by default.
-        shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2.
+        attention: Names of mechanisms, of which those that learn are measured; all by default.
+        shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2, Llama-3.2-1B.
         lengths: Tokens of the row.
         seconds: Time for each cell; at least three rounds are timed.
+        dtype: Name of a torch dtype.
+        device: A torch device.
     """
-    learned = [name for name, entry in list_attentions().items() if entry["learned"]]
     for shape in shapes:
         for length in lengths:
-            model = workloads.model_of(shape, length)
-            for name in workloads.mechanism_names(attention or learned, model.can_generate()):
-                facts = {"model": shape, "length": length, "attention": name}
-                yield Cell(facts, partial(_transfer_cost, model, name, length, seconds), {"seconds": seconds})
+            model = workloads.model_of(shape, length, dtype=dtype, device=device)
+            for name in workloads.mechanism_names(attention, model.can_generate()):
+                if ATTENTIONS.get(name).learned:
+                    facts = {"model": shape, "length": length, "attention": name}
+                    settings = {"seconds": seconds, "dtype": dtype}
+                    yield Cell(facts, partial(_transfer_cost, model, name, length, seconds), settings)
 
 
-@contextmanager
-def transfer_step(model: Any, name: str, length: int) -> Iterator[tuple[Call, Call]]:
-    """Yield a forward pass of the exact model on one row of tokens, and a step of attention transfer."""
+def _transfer_cost(model: Any, name: str, length: int, seconds: float) -> Rows:
     torch.manual_seed(0)
     batch = {"input_ids": torch.randint(1000, 20000, (1, length)).to(model.device)}
     sized = timing_options(ATTENTIONS.get(name), {}, None, length)
     objective = AttentionTransferLoss(patch_model(shared_copy(model), name, **sized))
-    forward = torch.no_grad()(lambda: model.base_model(**batch))
+    calls: dict[str, Call] = {"forward": torch.no_grad()(partial(model.base_model, **batch))}
+    calls["step"] = partial(objective, batch, 1)
     with objective.training():
-        yield forward, partial(objective, batch, 1)
-
-
-def _transfer_cost(model: Any, name: str, length: int, seconds: float) -> Rows:
-    with transfer_step(model, name, length) as (forward, step):
-        calls: dict[str, Call] = {"forward": forward, "step": step}
-        samples = sample_interleaved(calls, seconds=seconds)
+        samples = sample_interleaved(calls, seconds=seconds, device=model.device)
+        peak = peak_memory(calls["step"], model.device)
     times = {kind: spread(values) for kind, values in samples.items()}
-    return [{**times, "forward_passes": ratio(samples["step"], samples["forward"])}]
+    return [{**times, "forward_passes": ratio(samples["step"], samples["forward"]), "bytes": peak}]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.mechanisms.softmax import EXACT
 from hf_linear_attn.ops import backends
 from hf_linear_attn.registry import ATTENTIONS, build_options, list_attentions
+from hf_linear_attn.study.loading import seed_options
 
 #: The row of exact attention.
 BASELINE = "sdpa"
@@ -88,11 +90,6 @@ def left_out(name: str, error: Exception) -> None:
     logger.warning("%s is left out: %s", name, " ".join(str(error).split()) or type(error).__name__)
 
 
-def seeded(name: str, seed: int) -> dict[str, Any]:
-    """Return the options of a mechanism: the seed, if it draws random features."""
-    return {"seed": seed} if any(item.name == "seed" for item in fields(ATTENTIONS.get(name).options)) else {}
-
-
 def build(
     name: str,
     *,
@@ -110,7 +107,7 @@ def build(
     shape = AttentionShape(heads, heads, head_dim, head_dim, max_length=longest, causal=causal)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = entry.factory(shape, build_options(entry, seeded(name, seed)))
+        module = entry.factory(shape, build_options(entry, seed_options(entry, seed)))
     return module.to(device=device, dtype=dtype).eval()
 
 
@@ -209,41 +206,32 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
 # Models of known shapes, with random weights
 
 
-def bert_base(longest: int) -> Any:
-    return BertModel(BertConfig(max_position_embeddings=max(512, longest)), add_pooling_layer=False)
-
-
-def gpt2_small(longest: int) -> Any:
-    return GPT2LMHeadModel(GPT2Config(n_positions=max(1024, longest)))
-
-
-def minilm(longest: int) -> Any:
-    """The shape of all-MiniLM-L6-v2."""
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+def bert(longest: int, **sizes: int) -> Any:
     return BertModel(BertConfig(**sizes, max_position_embeddings=max(512, longest)), add_pooling_layer=False)
 
 
-def smollm2(longest: int) -> Any:
-    """The shape of SmolLM2-135M."""
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=longest))
+def gpt2(longest: int) -> Any:
+    return GPT2LMHeadModel(GPT2Config(n_positions=max(1024, longest)))
 
 
-def llama_1b(longest: int) -> Any:
-    """The shape of Llama-3.2-1B."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=longest))
+def llama(longest: int, **sizes: int) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=longest, tie_word_embeddings=True))
 
 
+#: Name -> function of the longest input.
 SHAPES: Mapping[str, Callable[[int], Any]] = {
-    "BERT-base": bert_base,
-    "GPT-2 small": gpt2_small,
-    "Llama-3.2-1B": llama_1b,
-    "SmolLM2-135M": smollm2,
-    "all-MiniLM-L6-v2": minilm,
-}
+    "BERT-base": bert,
+    "GPT-2 small": gpt2,
+    "all-MiniLM-L6-v2": partial(bert, hidden_size=384, intermediate_size=1536, num_hidden_layers=6),
+    "SmolLM2-135M": partial(
+        llama, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152,
+    ),
+    "Llama-3.2-1B": partial(
+        llama, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256,
+    ),
+}  # fmt: skip
 
 
 def model_of(shape: str, longest: int, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> Any:

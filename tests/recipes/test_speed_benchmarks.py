@@ -136,7 +136,7 @@ def test_a_part_that_fails_or_comes_too_late(tmp_path: Path, monkeypatch: pytest
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(gpu, "_compare", broken)
-    monkeypatch.setattr(gpu, "_conversion", lambda *_: iter(()))
+    monkeypatch.setattr(gpu, "transfer_cost", lambda *_: iter(()))
     monkeypatch.setattr(gpu, "attention", lambda *_, **__: iter(()))
     monkeypatch.setattr(gpu, "decoding", lambda *_, **__: iter(()))
     options: dict[str, Any] = {**SMALL, "mechanisms": ("elu",), "seconds": 0.001, "device": "cpu"}
