@@ -23,6 +23,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+from hf_linear_attn.cli.parser import exit_code
+
 #: Name -> module and function.
 BENCHMARKS = {
     "attention": "attention:attention",
@@ -67,45 +69,29 @@ def parser_of(name: str) -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in BENCHMARKS:
-        wrong = arguments and not arguments[0].startswith("-")
-        sys.stderr.write(f"error: there is no benchmark {arguments[0]!r}.\n" if wrong else str(__doc__))
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if name not in BENCHMARKS:
+        wrong = name and not name.startswith("-")
+        sys.stderr.write(f"error: there is no benchmark {name!r}.\n" if wrong else str(__doc__))
         sys.stderr.write(f"Benchmarks: {', '.join(BENCHMARKS)}.\n")
         return 2
-    name, *rest = arguments
-    options = vars(parser_of(name).parse_args(rest))
-    common = {key: options.pop(key) for key in ("output", "resume", "threads", "compare", "tolerance")}
-    try:
-        return run(name, options, **common)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: the same command with --resume goes on\n")
-        return 130
-    except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 1
+    options = vars(parser_of(name).parse_args(arguments))
+    return exit_code(lambda: run(name, options))
 
 
-def run(
-    name: str,
-    parameters: dict[str, Any],
-    *,
-    output: str,
-    resume: bool,
-    threads: int,
-    compare: str | None,
-    tolerance: float,
-) -> int:
+def run(name: str, options: dict[str, Any]) -> int:
     """Run a benchmark, show its table, and return the exit code."""
     import torch
 
     from ..tables import read_json
     from . import runner, write_tables
 
+    folder, compare, tolerance = Path(options.pop("output")), options.pop("compare"), options.pop("tolerance")
     before = None if compare is None else read_json(Path(compare).absolute())["rows"]
-    torch.set_num_threads(threads)
-    results = runner.run_benchmark(name, benchmark_of(name), parameters, Path(output), resume=resume)
-    sys.stdout.write(write_tables.table_of_run(results) + f"\n\nWritten: {Path(output) / runner.RESULTS_FILE}\n")
+    torch.set_num_threads(options.pop("threads"))
+    resume = options.pop("resume")
+    results = runner.run_benchmark(name, benchmark_of(name), options, folder, resume=resume)
+    sys.stdout.write(f"{write_tables.table_of_run(results)}\n\nWritten: {folder / runner.RESULTS_FILE}\n")
     if before is None:
         return 0
     changes = runner.compare(before, results["rows"], tolerance)

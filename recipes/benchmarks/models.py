@@ -34,9 +34,8 @@ def _patched(model: Any, names: Any, longest: int, seed: int) -> dict[str, Any]:
     causal = model.can_generate()
     models = {BASELINE: model, WITHOUT_ATTENTION: without_attention(model)}
     for name in workloads.mechanism_names(names, causal):
-        options = timing_options(
-            ATTENTIONS.get(name), seed_options(ATTENTIONS.get(name), seed), longest_input(model), longest
-        )
+        entry = ATTENTIONS.get(name)
+        options = timing_options(entry, seed_options(entry, seed), longest_input(model), longest)
         models[name] = patch_model(shared_copy(model), name, **options)
     return models
 

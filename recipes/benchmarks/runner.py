@@ -7,7 +7,7 @@ take too long, by what the cells before took. Its parameters are the options of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,8 @@ def run_benchmark(
 ) -> dict[str, Any]:
     """Measure all cells, and write the results to a folder.
 
-    Args:
-        name: What the results are called.
-        benchmark: Yields the cells.
-        options: Its parameters.
-        folder: Gets the records, each as soon as it is known, and `results.json` at the end.
-        resume: Whether to go on with what the folder holds.
-
-    Returns:
-        What `results.json` holds: name, settings, versions and hardware, rows.
+    The folder gets the records, each as soon as it is known, and `results.json` at the end: name, settings, versions
+    and hardware, rows. That is returned, too.
 
     Raises:
         ValueError, OSError: An option or a folder that cannot be used.
@@ -117,7 +110,7 @@ class Change:
         return f"{self.name}: {self.before:.3g} before, {self.after:.3g} now, {change}"
 
 
-def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], tolerance: float) -> list[Change]:
+def compare(before: Rows, after: Rows, tolerance: float) -> list[Change]:
     """Return the ratios that changed by more than the noise, the worst first.
 
     Of these the intervals between the 20th and the 80th percentile lie apart, and the medians differ by more than
@@ -126,29 +119,30 @@ def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], t
     Raises:
         ValueError: The runs have no ratio in common.
     """
-    first, second = (dict(ratio for row in rows for ratio in _ratios(row)) for rows in (before, after))
+    first, second, changes = _ratios(before), _ratios(after), []
     if not first.keys() & second.keys():
         raise ValueError("The two runs have no ratio in common. Compare runs of the same benchmark and settings.")
-    changes = [_change(key, first[key], second[key], tolerance) for key in first if key in second]
-    return sorted(filter(None, changes), key=lambda change: -change.factor)
+    for name, ratio in ((name, ratio) for name, ratio in first if (name, ratio) in second):
+        old, new = first[name, ratio], second[name, ratio]
+        grew = new["median"] / old["median"]
+        factor = grew if RATIOS[ratio] else 1 / grew
+        apart = new["p20"] > old["p80"] or new["p80"] < old["p20"]
+        few = min(old["rounds"], new["rounds"]) < FEW_ROUNDS
+        if apart and max(factor, 1 / factor) > 1 + (max(tolerance, FEW_ROUNDS_NOISE) if few else tolerance):
+            changes.append(Change(f"{name}: {ratio.replace('_', ' ')}", old["median"], new["median"], factor))
+    return sorted(changes, key=lambda change: -change.factor)
 
 
-def _ratios(row: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float]]]:
+def _ratios(rows: Rows) -> dict[tuple[str, str], dict[str, float]]:
     """Name of a row and ratio -> median, p20, p80 and rounds. Ratios of bytes do not vary."""
-    facts = [f"{name} {value}" for name, value in sorted(row.items()) if isinstance(value, (str, int)) and value != ""]
-    name = ", ".join(fact for fact in facts if not fact.startswith(("bytes", "limit", "features")))
-    for ratio in RATIOS.keys() & row.keys():
-        value = row[ratio]
-        spread = value if isinstance(value, Mapping) else {"median": value, "p20": value, "p80": value, "rounds": 3}
-        if spread["median"]:
-            yield (name, ratio), dict(spread)
-
-
-def _change(key: tuple[str, str], first: dict[str, float], second: dict[str, float], tolerance: float) -> Change | None:
-    few = min(first["rounds"], second["rounds"]) < FEW_ROUNDS
-    grew = second["median"] / first["median"]
-    factor = grew if RATIOS[key[1]] else 1 / grew
-    apart = second["p20"] > first["p80"] or second["p80"] < first["p20"]
-    if not apart or max(factor, 1 / factor) <= 1 + (max(tolerance, FEW_ROUNDS_NOISE) if few else tolerance):
-        return None
-    return Change(f"{key[0]}: {key[1].replace('_', ' ')}", first["median"], second["median"], factor)
+    ratios = {}
+    for row in rows:
+        facts = {key: value for key, value in row.items() if isinstance(value, (str, int)) and value != ""}
+        measured = ("bytes", "limit", "features")
+        name = ", ".join(f"{key} {facts[key]}" for key in sorted(facts) if not key.startswith(measured))
+        for ratio in RATIOS.keys() & row.keys():
+            value = row[ratio]
+            spread = value if isinstance(value, Mapping) else {"median": value, "p20": value, "p80": value, "rounds": 3}
+            if spread["median"]:
+                ratios[name, ratio] = dict(spread)
+    return ratios
