@@ -18,28 +18,16 @@ class PatchConfig:
     model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
     output: str = option(help="the folder to write", common=True)
     attention: str | None = option(None, "the mechanism (see `hf-linear-attn list`)", common=True)
-    options: dict[str, Any] = option(
-        factory=dict,
-        help="options of the mechanism: --options.num_features 128 (see `hf-linear-attn list NAME`)",
-        common=True,
-    )
-    layers: tuple[int, ...] | None = option(
-        None, "layers to patch, negative ones from the end (default: all)", common=True
-    )
+    options: dict[str, Any] = option(factory=dict, help="its options, such as --options.num_features 128", common=True)
+    layers: tuple[int, ...] | None = option(None, "layers, negative ones from the end (default: all)", common=True)
     plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead", common=True)
     max_length: int | None = option(
-        None,
-        "longest input in tokens: learned positions and the tokenizer's limit are extended to it; mechanisms that are "
-        "built for a largest length get it as their option",
-        least=1,
-        common=True,
+        None, "longest input in tokens: learned positions and the tokenizer's limit are extended", least=1, common=True
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
         "auto", "precision of the weights (default: as saved)", common=True
     )
-    auto_class: str | None = option(
-        None, "class to load, such as AutoModelForCausalLM (default: the one that the config names)"
-    )
+    auto_class: str | None = option(None, "class to load, such as AutoModelForCausalLM (default: that of the config)")
     revision: str | None = option(None, "branch, tag or commit of a repository on the Hub")
     overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
 

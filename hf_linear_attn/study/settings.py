@@ -36,28 +36,18 @@ class EvaluationData:
     """
 
     dataset: str | None = option(
-        None,
-        f"text file to measure on, or {PYTHON_DOCUMENTATION} (the default for encoders); for a classifier your own "
-        "labelled data, as for `convert`",
-        common=True,
+        None, f"text file or {PYTHON_DOCUMENTATION} (default of encoders); labelled data of a classifier", common=True
     )
     task: tuple[str, ...] | None = option(
-        None,
-        "labelled tasks: NAME (sst2, mrpc, imdb, …) where MODEL is a classifier for it, NAME=FOLDER for another "
-        "fine-tuned model of the same shape, because a head answers one task only",
-        common=True,
+        None, "labelled tasks: NAME (sst2, …) of MODEL itself, NAME=FOLDER of another model of its shape", common=True
     )
     text_columns: tuple[str, ...] = option(("text",), "text column of your own labelled data, or two for pairs")
     label_column: str = option("label", "label column of your own labelled data")
     documents: Documents = option("auto", "documents of a text file: auto, paragraphs or lines, as for `convert`")
     folder: str | None = option(None, "folder with the tasks' files (default: from the Hub)")
-    metrics: tuple[str, ...] | None = option(
-        None, "metrics of the task, the first one decides (default: the task's own); hub:NAME is a metric of the Hub"
-    )
+    metrics: tuple[str, ...] | None = option(None, "metrics of the task, the first decides; hub:NAME: one of the Hub")
     sts: str | None = option(None, "folder with STS-B, to evaluate the sentence embeddings of an encoder")
-    max_eval_samples: int | None = option(
-        None, "labelled rows or sentence pairs to measure on, at most (default: all)", least=2
-    )
+    max_eval_samples: int | None = option(None, "labelled rows or sentence pairs to measure on (default: all)", least=2)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -98,17 +88,10 @@ class SpeedConfig:
     """
 
     lengths: tuple[int, ...] | None = option(
-        None,
-        "lengths to time, in tokens (default: 128 to `length`, else to 8192; quick: to 2048)",
-        least=16,
-        common=True,
+        None, "tokens of the timed inputs (default: 128 to `length`, or to 8192; quick: to 2048)", least=16, common=True
     )
-    batch_size: int | None = option(
-        None, "sequences at once where throughput is timed, as far as memory allows; 1: none (default: 8)", least=1
-    )
-    dtype: Dtype | None = option(
-        None, "precision of the timed models; quality is that of the model as loaded (default: as loaded)"
-    )
+    batch_size: int | None = option(None, "sequences of the timed throughput; 1: none (default: 8)", least=1)
+    dtype: Dtype | None = option(None, "precision of the timed models, not of the quality (default: as loaded)")
     backward: bool = option(False, "also time forward and backward together, as in training")
     seconds: float | None = option(None, "time to spend on each timed length (default: 12; quick: 1.5)", above=0)
 
@@ -128,35 +111,26 @@ class EvaluateConfig:
     model: str | None = option(None, "a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
     attention: tuple[str, ...] | None = option(
         None,
-        "mechanisms to patch in, measured untrained and after attention transfer (default, without converted: elu, "
-        "favor+, hedgehog, a Linformer, window; quick: favor+, hedgehog, window)",
+        "mechanisms to compare (default: elu, favor+, hedgehog, Linformer, window; quick: three)",
         common=True,
     )
     converted: tuple[str, ...] | None = option(
         None,
-        "checkpoints made from MODEL by `convert`; those that differ in their seed only give a spread (TASK=FOLDER: of "
-        "a task's model)",
+        "checkpoints made from MODEL by `convert`, of several seeds (TASK=FOLDER: from a task's model)",
         common=True,
     )
     baseline: tuple[str, ...] | None = option(
-        None, "checkpoints with exact attention, tuned as the converted ones were (TASK=FOLDER: of a task's model)"
+        None, "checkpoints with exact attention, tuned as the converted ones (TASK=FOLDER: of a task's model)"
     )
     data: EvaluationData = option(factory=EvaluationData, help="what to evaluate on")
-    length: int | None = option(
-        None, "length of your own inputs, in tokens, for the conclusions (default: at most 2048)", least=16, common=True
-    )
+    length: int | None = option(None, "tokens of your own inputs (default: at most 2048)", least=16, common=True)
     speed: SpeedConfig = option(factory=SpeedConfig, help="what to time")
-    steps: int | None = option(
-        None, "steps of attention transfer, 0: none (default: 100; quick: 25)", least=0, common=True
-    )
+    steps: int | None = option(None, "steps of attention transfer (default: 100; quick: 25)", least=0, common=True)
     seeds: tuple[int, ...] | None = option(
         None, "seeds of transfer and random features; several give a spread (default: seed)", least=0, common=True
     )
     recall_lengths: tuple[int, ...] | None = option(
-        None,
-        "lengths of prompts and documents to measure recall at (see `measure_recall`); default: none",
-        least=32,
-        common=True,
+        None, "tokens of the prompts that measure recall (default: not measured)", least=32, common=True
     )
     context: int | None = option(None, "tokens of a window of the perplexity (default: sequence_length)", least=2)
     stride: int | None = option(None, "tokens between windows (default: half a context)", least=1)
@@ -231,7 +205,7 @@ class PlanTimingConfig(TimingConfig):
     """At which lengths the planned layers are timed."""
 
     lengths: tuple[int, ...] | None = option(
-        None, "lengths to time, in tokens (default: 1024 and 4096; quick: 1024)", least=16, common=True
+        None, "tokens of the timed inputs (default: 1024 and 4096; quick: 1024)", least=16, common=True
     )
 
 
@@ -249,14 +223,10 @@ class PlanConfig:
     attention: str = option(DEFAULT_ATTENTION, "the mechanism", common=True)
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")
     data: DataConfig = option(factory=DataConfig)
-    steps: int | None = option(
-        None, "steps of attention transfer, 0: none (default: 200; quick: 25)", least=0, common=True
-    )
+    steps: int | None = option(None, "steps of attention transfer (default: 200; quick: 25)", least=0, common=True)
     search: Literal["layers", "heads"] = option("layers", "what becomes linear: layers or heads", common=True)
     speed: PlanTimingConfig = option(factory=PlanTimingConfig)
-    save_model: str | None = option(
-        None, "folder for a checkpoint with the planned layers and what they learned", common=True
-    )
+    save_model: str | None = option(None, "folder for a checkpoint of the planned model", common=True)
     resume: bool = option(False, "continue, or use the measurements in the output folder", common=True)
     overwrite: bool = option(False, "replace earlier results in the output folder and in save_model", common=True)
     quick: bool = option(False, "less of everything, for a first look", common=True)
