@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .integration.positions import extend_positions as extend_positions
     from .integration.state_files import load_state as load_state
     from .integration.state_files import save_state as save_state
+    from .measure.agreement import Agreement as Agreement
+    from .measure.agreement import measure_agreement as measure_agreement
     from .measure.fidelity import Fidelity as Fidelity
     from .measure.fidelity import measure_fidelity as measure_fidelity
     from .measure.recall import Recall as Recall
@@ -68,6 +70,7 @@ _NAMES = {
     "streaming": ("read_stream",),
     "study.evaluate": ("evaluate",),
     "study.convert": ("convert", "finetune"),
+    "measure.agreement": ("Agreement", "measure_agreement"),
     "measure.fidelity": ("Fidelity", "measure_fidelity"),
     "training.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
     "measure.recall": ("Recall", "measure_recall"),

@@ -18,8 +18,8 @@ when the context has been read and before the question is known, as in kvpress (
 - razor-attention: as before, with the heads that a probe of looking things up finds (Tang et al. 2024,
   arXiv:2407.15891), without its compensation token;
 - mixture: the same heads exact, the others `window` with a linear part; window: no exact head; store: no exact head, a
-  third of each window as a store of keys. None of them is trained. With `--converted FOLDER`, the output of
-  `smollm2.py`, its trained models are measured too.
+  third of each window as a store of keys. They are calibrated on training text, and none is trained. Folders that
+  `convert` wrote are measured too: `--converted out-a out-b`.
 
 The output folder is a study: `records.jsonl` has every answer as soon as it is given, and a second call goes on where
 the first one stopped. `report.md` has the table and `bytes.png`. `--model` takes any decoder with rotary positions.
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import random
 import sys
 import time
@@ -38,6 +37,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import matplotlib
@@ -52,9 +52,10 @@ import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import read_tokenizer
 from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
-from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
+from hf_linear_attn.data.recall_prompts import TASKS, Prompt, PromptMaker
 from hf_linear_attn.data.text import packed_rows, text_rows
 from hf_linear_attn.demo import SMOLLM2, resolve_model
+from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.study.loading import load_exact
@@ -62,7 +63,7 @@ from hf_linear_attn.study.plots import STYLE, new_figure, png
 from hf_linear_attn.study.records import Conditions
 from hf_linear_attn.study.study import Study, open_study
 from hf_linear_attn.utils.files import atomic_write, write_json
-from hf_linear_attn.utils.formatting import format_bytes, format_seconds
+from hf_linear_attn.utils.formatting import format_bytes
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.options import OptionError, option, to_dict
 
@@ -77,6 +78,12 @@ VARIANTS = (EXACT, *QUANTIZED, *(f"{name}-{share * 100:.0f}" for name in PRESSES
 #: future positions over which expected attention takes the mean.
 SINKS, VOTERS, SPREAD, FUTURE = 4, 64, 5, 512
 
+#: Depths of the needles of a text.
+DEPTHS = (0.125, 0.375, 0.625, 0.875)
+
+#: Rows of training text.
+TRAIN_ROWS = 3
+
 
 @dataclass(frozen=True)
 class RecipeConfig:
@@ -88,21 +95,19 @@ class RecipeConfig:
 
     model: str = option(SMOLLM2, "the decoder", common=True)
     test_text: str | None = option(None, "text file to measure on", common=True)
-    train_text: str | None = option(None, "text file that exact heads are found on", common=True)
-    heads: str | None = option(None, "results.json of `smollm2.py`, whose heads are taken instead", common=True)
-    converted: str | None = option(None, "output folder of `smollm2.py` with trained models", common=True)
+    train_text: str | None = option(None, "text file that exact heads and the linear part are fitted to", common=True)
+    converted: tuple[str, ...] = option((), "output folders of `convert`, whose models are measured too", common=True)
     output: str | None = option(None, "output folder", common=True)
     variants: tuple[str, ...] = option(VARIANTS, "what to measure, besides `exact`", common=True)
     lengths: tuple[int, ...] = option((2048, 8192), "tokens of the contexts", common=True)
     texts: int = option(4, "texts for each length", common=True)
-    tasks: tuple[str, ...] = option(("pass_key", "induction"), f"of {', '.join(TASKS)}", common=True)
-    prompts: int = option(48, "prompts for each task and length (0: no recall)", common=True)
+    tasks: tuple[str, ...] = option(("niah_multikey_1",), f"of {', '.join(TASKS)}", common=True)
+    trials: int = option(24, f"of {len(DEPTHS)} prompts each for each task and length (0: no recall)", common=True)
     continuation: int = option(256, "tokens after a context whose loss is measured")
     greedy: int = option(32, "tokens of a greedy continuation")
-    question: int = option(32, "last tokens of a prompt, which are read after keys were dropped")
     exact_share: float = option(0.2, "share of the key-value heads that stay exact")
     window_size: int = option(384, "tokens of a window")
-    search_length: int = option(8192, "tokens of a row of training text that finds heads, and of the probe")
+    search_length: int = option(4096, "tokens of a row of training text, and of the probe of heads")
     seed: int = option(0, "seed of the prompts")
     threads: int = option(1, "threads of torch")
 
@@ -111,14 +116,14 @@ class RecipeConfig:
             for one in getattr(self, name):
                 if one not in known:
                     raise OptionError(name, f"{one!r} is none of {'; '.join(known)}.")
-        for name in ("texts", "continuation", "question", "window_size", "threads"):
+        for name in ("texts", "continuation", "window_size", "threads"):
             if getattr(self, name) < 1:
                 raise OptionError(name, f"must be positive, got {getattr(self, name)!r}.")
-        for name, least in (("greedy", 2), ("prompts", 0)):
+        for name, least in (("greedy", 2), ("trials", 0)):
             if getattr(self, name) < least:
                 raise OptionError(name, f"must be at least {least}, got {getattr(self, name)!r}.")
-        if not self.lengths or min(self.lengths) <= VOTERS + self.question:
-            raise OptionError("lengths", f"must be longer than {VOTERS + self.question} tokens, got {self.lengths!r}.")
+        if not self.lengths or min(self.lengths) <= 2 * VOTERS:
+            raise OptionError("lengths", f"must be longer than {2 * VOTERS} tokens, got {self.lengths!r}.")
 
 
 # -------------------------------------------------------------------------------------------------- dropping keys
@@ -281,6 +286,13 @@ class Reader:
         ids_ = torch.tensor([list(ids)])
         return self.model(input_ids=ids_, past_key_values=self.cache, use_cache=True, **extra).logits[0].float()
 
+    def answer(self, prompt: Prompt, maker: PromptMaker) -> float:
+        """Return the score of the greedy answer to a question about the context."""
+        output = [int(self.read(prompt.ids[prompt.shared :])[-1].argmax())]
+        while len(output) < prompt.new_tokens and maker.score(prompt, output) < 1:
+            output.append(int(self.read(output[-1:])[-1].argmax()))
+        return maker.score(prompt, output)
+
     def greedy(self, logits: Tensor, count: int) -> tuple[list[int], float]:
         """Return `count` tokens from the logits of the first on, and the median seconds of a further one."""
         output, seconds = [int(logits[-1].argmax())], []
@@ -308,85 +320,104 @@ class Rivals:
         self.exact = load_exact(source, "decoder", torch.device("cpu")).float()
         self.tokenizer = read_tokenizer(source, None, remedy="Give a model with its tokenizer.")
         self.maker = PromptMaker(self.tokenizer, self.exact.config.vocab_size)
-        self.models = {EXACT: self.exact}
-        self._context: tuple[Any, Context] | None = None
-        converted = Path(config.converted or "").glob("*/model") if config.converted else ()
-        self.trained = {f"{path.parent.name}, trained": path for path in sorted(converted)}
-        self.variants = (EXACT, *(name for name in config.variants if name != EXACT), *self.trained)
+        self._models: dict[str, PreTrainedModel] = {EXACT: self.exact}
+        self._contexts: dict[str, Context] = {}
+        self._context_ids: list[int] = []
+        self.converted = {Path(folder).name: Path(folder) for folder in config.converted}
+        self.variants = (EXACT, *(name for name in config.variants if name != EXACT), *self.converted)
 
     @cached_property
-    def plans(self) -> dict[str, Any]:
-        """Plans with the exact heads by `find_exact_heads` (mixture) and by its probe alone."""
-        config = self.config
-        if config.heads is not None:
-            return json.loads(Path(config.heads).read_text(encoding="utf-8"))["heads"]["plans"]
-        if config.train_text is None:
-            raise OptionError("train_text", "give it, or heads: variants with exact heads need one of them.")
+    def train_rows(self) -> list[dict[str, Tensor]]:
+        if self.config.train_text is None:
+            raise OptionError("train_text", "give it: exact heads and the linear part are fitted to it.")
+        documents = text_documents(Path(self.config.train_text), "auto")
+        rows = text_rows(self.tokenizer, documents, self.config.search_length, TRAIN_ROWS, causal=True)
+        return [{"input_ids": torch.tensor([ids])} for ids in rows]
 
-        def search() -> list[dict[str, Any]]:
-            documents = text_documents(Path(str(config.train_text)), "auto")
-            rows = text_rows(self.tokenizer, documents, config.search_length, 3, causal=True)
-            batches = [{"input_ids": torch.tensor([ids])} for ids in rows]
-            length, share = config.search_length, config.exact_share
-            found = hla.find_exact_heads(
-                self.exact, self.tokenizer, batches, "window", share=share, length=length, **self.window
-            )
-            count, scored = int(found.table["chosen"].sum()), found.table.sort_values("score", ascending=False)
-            orders = {"mixture": found.table, "probe": scored}
-            plans = {name: hla.ExactHeads.first_rows(order, count).plan() for name, order in orders.items()}
-            return [{"metric": "plans", "value": plans}]
+    def search(self, way: str) -> list[dict[str, Any]]:
+        """Return the plan of exact heads by the probe of retrieval alone, or by it and the gain on text."""
+        length, share = self.config.search_length, self.config.exact_share
+        start = time.perf_counter()
+        if way == "probe":
+            chosen = hla.find_retrieval_heads(self.exact, self.tokenizer, share=share, length=length)
+        else:
+            options: dict[str, Any] = {"share": share, "length": length, "window_size": self.config.window_size}
+            chosen = hla.find_exact_heads(self.exact, self.tokenizer, self.train_rows, "window", **options)
+        seconds = time.perf_counter() - start
+        return [{"metric": "plan", "value": chosen.plan()}, {"metric": "preparation", "value": seconds}]
 
-        return self.study.measure(self.conditions(EXACT, "heads"), search).values[0]["value"]
-
-    @property
-    def window(self) -> dict[str, Any]:
-        return {"window_size": self.config.window_size, "mix_init": -2.0}
+    def heads(self, variant: str) -> dict[str, Any]:
+        """Return `plan` and `preparation` (seconds) of the exact heads of a variant."""
+        way = "probe" if variant == "razor-attention" else "probe and gain"
+        record = self.study.measure(self.conditions(way, "heads"), partial(self.search, way))
+        return {row["metric"]: row["value"] for row in record.values}
 
     def plan(self, variant: str) -> dict[str, Any]:
         """Return the plan of one of `OURS` for `patch_model`."""
-        window = {"attention": "window", **self.window}
+        size = self.config.window_size
+        window: dict[str, Any] = {"attention": "window", "window_size": size}
         if variant == "store":
-            size = self.config.window_size
             window |= {"window_size": size - size // 3, "store_size": size // 3}
-        if variant in ("store", "window"):
-            return {"default": window}
-        near = {} if variant == "mixture" else {"mix_init": CLOSED_MIX}
-        heads = self.plans["probe" if variant == "razor-attention" else "mixture"]
-        return {**heads, "default": {**window, **near}}
+        if variant.endswith("-attention"):
+            window |= {"mix_init": CLOSED_MIX}
+        heads = {} if variant in ("store", "window") else self.heads(variant)["plan"]
+        return {**heads, "default": window}
+
+    def prepare(self, variant: str) -> list[dict[str, Any]]:
+        """Make the model of a variant, and return the seconds that this takes beyond loading."""
+        seconds = 0.0
+        if variant in self.converted:
+            model = hla.load_pretrained(str(self.converted[variant] / "model")).eval()
+            results = json.loads((self.converted[variant] / "results.json").read_text(encoding="utf-8"))
+            seconds = sum(stage.get("seconds", 0.0) for stage in results.values() if isinstance(stage, dict))
+        else:
+            plan = self.plan(variant)
+            start = time.perf_counter()
+            model = hla.patch_model(shared_copy(self.exact), plan)
+            if not variant.endswith("-attention"):
+                hla.calibrate(model, self.train_rows)
+            seconds = time.perf_counter() - start
+            if variant not in ("store", "window"):
+                seconds += self.heads(variant)["preparation"]
+        self._models[variant] = model
+        return [{"metric": "preparation", "value": seconds}]
 
     def model(self, variant: str) -> PreTrainedModel:
-        if variant not in self.models:
-            if variant in self.trained:
-                self.models[variant] = hla.load_pretrained(str(self.trained[variant])).eval()
-            else:
-                self.models[variant] = hla.patch_model(shared_copy(self.exact), self.plan(variant))
-        return self.models[variant]
+        if variant not in self._models:
+            values = self.prepare(variant)
+            self.study.measure(self.conditions(variant, "preparation"), lambda: values)
+        return self._models[variant]
 
     def read(self, variant: str, ids: list[int]) -> tuple[PreTrainedModel, Context]:
-        """Return the model of a variant, and the context that it has read; what is exact is read once for all."""
-        if variant in OURS or variant in self.trained:
-            return self.model(variant), read_context(self.model(variant), ids)
-        if self._context is None or self._context[0] != ids:
-            self._context = ids, read_context(self.exact, ids, PRESSES)
-        context = self._context[1]
+        """Return the model of a variant, and the context that it has read once for all questions about it."""
+        if self._context_ids != ids:
+            self._context_ids, self._contexts = ids, {}
+        if variant not in self._contexts:
+            self._contexts[variant] = self._read(variant, ids)
+        return self._models.get(variant, self.exact), self._contexts[variant]
+
+    def _read(self, variant: str, ids: list[int]) -> Context:
+        if variant in OURS or variant in self.converted:
+            return read_context(self.model(variant), ids)
+        if variant == EXACT:
+            return read_context(self.exact, ids, PRESSES)
+        context = self.read(EXACT, ids)[1]
         if variant in QUANTIZED:
-            return self.exact, context.quantized(QUANTIZED[variant])
-        if variant != EXACT:
-            rival, share = variant.rsplit("-", 1)
-            return self.exact, context.pressed(rival, float(share) / 100)
-        return self.exact, context
+            return context.quantized(QUANTIZED[variant])
+        rival, share = variant.rsplit("-", 1)
+        return context.pressed(rival, float(share) / 100)
 
     def conditions(self, variant: str, measurement: str, **own: Any) -> Conditions:
         depends: dict[str, tuple[str, ...]] = {
             "text": ("continuation", "greedy"),
-            "recall": ("question", "prompts", "seed"),
-            "heads": ("search_length",),
+            "recall": ("seed",),
+            "heads": ("exact_share", "window_size"),
+            "preparation": ("exact_share",),
         }
-        names = depends[measurement]
         options = to_dict(self.config)
-        settings = {name: options[name] for name in (*names, "exact_share", "window_size")}
-        files = () if measurement == "heads" else ("test_text", "heads", "converted")
-        settings |= {name: Path(str(options[name])).name for name in files}
+        names = (*depends[measurement], *(("window_size", "search_length") if variant in OURS else ()))
+        files = ("test_text",) if measurement == "text" else ("train_text",) if variant in OURS else ()
+        settings = {name: options[name] for name in names} | {name: Path(str(options[name])).name for name in files}
         return Conditions(self.name, "", variant, measurement, settings=settings, **own)
 
     @cached_property
@@ -413,26 +444,25 @@ class Rivals:
         values |= {"token_seconds": seconds, "output": output, "likeliest": logits.argmax(-1).tolist()}
         return [{"metric": name, "value": value} for name, value in values.items()]
 
-    def recall(self, variant: str, length: int, task: str, index: int) -> list[dict[str, Any]]:
-        """Whether a variant answers a question that it sees after the context was read and keys were dropped."""
-        depth = (index + 0.5) / self.config.prompts
-        prompt = TASKS[task](self.maker, random.Random(f"{self.config.seed} {task} {length} {index}"), length, depth)
-        model, context = self.read(variant, prompt.ids[: -self.config.question])
-        # A greedy answer is right if and only if each of its tokens is the likeliest one after the right ones before.
-        count = len(prompt.answer)
-        logits = Reader(model, context).read([*prompt.ids[-self.config.question :], *prompt.answer[:-1]])
-        return [{"metric": "correct", "value": logits[-count:].argmax(-1).tolist() == prompt.answer}]
+    def recall(self, variant: str, length: int, task: str, trial: int) -> list[dict[str, Any]]:
+        """Score answers to questions that are seen after the context was read and keys were dropped."""
+        generator = random.Random(f"{self.config.seed} {task} {length} {trial}")
+        scores = []
+        for prompt in TASKS[task](self.maker, generator, length, DEPTHS):
+            model, context = self.read(variant, prompt.ids[: prompt.shared])
+            scores.append(Reader(model, context).answer(prompt, self.maker))
+        return [{"metric": "scores", "value": scores}]
 
     def measure_all(self) -> None:
-        """Make all measurements, prompt by prompt, so that a stopped run has compared all variants."""
+        """Make all measurements, text by text, so that a stopped run has compared all variants."""
         config = self.config
         for length in config.lengths:
-            for index in range(max(config.texts, config.prompts)):
+            for index in range(max(config.texts, config.trials)):
                 for variant in self.variants if index < config.texts else ():
                     sys.stderr.write(f"{length} tokens, text {index}: {variant}\n")
                     conditions = self.conditions(variant, "text", length=length, seed=index)
                     self.study.measure(conditions, partial(self.text, variant, length, index))
-                for task in config.tasks if index < config.prompts else ():
+                for task in config.tasks if index < config.trials else ():
                     for variant in self.variants:
                         own = {"length": length, "task": task, "seed": index}
                         conditions = self.conditions(variant, "recall", **own)
@@ -442,30 +472,26 @@ class Rivals:
     # ---------------------------------------------------------------------------------------------- the report
 
     def results(self) -> list[dict[str, Any]]:
-        """Return a row for each length and variant, of the measurements that all variants have."""
+        """Return a row for each length and variant, of what has been measured."""
         frame = self.study.records.to_frame()
         frame = frame[frame["model"] == self.name]
+        prepared = frame[frame["metric"] == "preparation"].set_index("attention")["value"].to_dict()
         rows = []
         for length in self.config.lengths:
             part = frame[frame["length"] == length]
-            exact = part[part["attention"] == EXACT]
-            texts = {name: group.set_index("seed")["value"] for name, group in exact.groupby("metric")}
+            texts = part.pivot_table("value", "seed", ["attention", "metric"], aggfunc="first")
             for variant in self.variants:
                 own = part[part["attention"] == variant]
                 if not len(own):
                     continue
-                values = {name: group.set_index("seed")["value"] for name, group in own.groupby("metric")}
-                row: dict[str, Any] = {"length": length, "variant": variant, "texts": len(values.get("output", ()))}
-                for name, compare in (("output", _common), ("likeliest", _equal)):
-                    if name in values:
-                        pairs = [compare(one, texts[name][seed]) for seed, one in values[name].items()]
-                        row[name] = sum(pairs) / len(pairs)
-                for name in ("loss", "bytes"):
-                    row |= {name: float(values[name].astype(float).mean())} if name in values else {}
-                for name in ("prompt_seconds", "token_seconds"):
-                    row |= {name: float(values[name].astype(float).median())} if name in values else {}
-                correct = own[own["metric"] == "correct"]["value"].astype(bool)
-                rows.append({**row, "prompts": len(correct), "correct": int(correct.sum())})
+                row: dict[str, Any] = {"length": length, "variant": variant, "preparation": prepared.get(variant, 0.0)}
+                if "output" in set(own["metric"]):
+                    row |= _compare(texts[variant], texts[EXACT])
+                scores = own[own["metric"] == "scores"].groupby("task", sort=False)["value"].sum()  # of lists
+                row["recall"] = {
+                    task: {"score": sum(one) / len(one), "prompts": len(one)} for task, one in scores.items()
+                }
+                rows.append(row)
         return rows
 
     def report(self) -> None:
@@ -482,9 +508,23 @@ class Rivals:
 EXPLANATION = (
     "*Cache* is that of the context, as a share of the exact one in float32. *Loss* is that of the tokens after the "
     "context, *same token* the share of them for which the likeliest one is the exact model's, *same greedy tokens* "
-    "the length of the greedy continuation before it differs, *recall* the share of right answers with its 95 % "
-    "interval (Wilson) and the number of prompts. Times are medians."
+    "the length of the greedy continuation before it differs, *recall* RULER's score with its 95 % interval. Times are "
+    "medians of the ratio to the exact model's, *preparation* is what is done once for the model, in minutes."
 )
+
+
+def _compare(own: pd.DataFrame, exact: pd.DataFrame) -> dict[str, Any]:
+    """What was measured on texts, a row each, beside the same of the exact model."""
+    own, exact = own.dropna(), exact.loc[own.dropna().index]
+    pairs = {name: list(zip(own[name], exact[name], strict=True)) for name in own.columns if name in exact}
+    row: dict[str, Any] = {"texts": len(own)}
+    row |= {name: float(own[name].astype(float).mean()) for name in ("loss", "bytes")}
+    row["likeliest"] = fmean(_equal(one, other) for one, other in pairs["likeliest"])
+    row["output"] = fmean(_common(one, other) for one, other in pairs["output"])
+    for name in ("prompt_seconds", "token_seconds"):
+        row[name] = float(own[name].astype(float).median())
+        row[name.replace("seconds", "ratio")] = median(one / other for one, other in pairs[name])
+    return row
 
 
 def _equal(output: Sequence[int], expected: Sequence[int]) -> float:
@@ -494,13 +534,6 @@ def _equal(output: Sequence[int], expected: Sequence[int]) -> float:
 def _common(output: Sequence[int], expected: Sequence[int]) -> int:
     same = [one == other for one, other in zip(output, expected, strict=True)]
     return same.index(False) if False in same else len(same)
-
-
-def wilson(correct: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927)."""
-    z, share = 1.959964, correct / count
-    middle, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return max((middle - half) / (1 + z**2 / count), 0.0), min((middle + half) / (1 + z**2 / count), 1.0)
 
 
 def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -513,33 +546,43 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
             share = row["bytes"] / exact[row["length"]]["bytes"]
             cells |= {"cache": f"{format_bytes(row['bytes'])}, {share:.0%}", "loss": f"{row['loss']:.3f}"}
             cells |= {"same token": f"{row['likeliest']:.0%}", "same greedy tokens": f"{row['output']:.1f}"}
-        if row["prompts"]:
-            low, high = wilson(row["correct"], row["prompts"])
-            share = f"{row['correct'] / row['prompts']:.0%}"
-            cells["recall"] = f"{share} [{low:.0%}, {high:.0%}] of {row['prompts']}"
-        if "prompt_seconds" in row:
-            cells["time of the prompt"] = format_seconds(row["prompt_seconds"])
-            emulated = row["variant"] in QUANTIZED
-            cells["time of a token"] = "emulated" if emulated else format_seconds(row["token_seconds"])
+        for task, recall in row["recall"].items():
+            low, high = wilson_interval(recall["score"], recall["prompts"])
+            cells[f"{task}, {recall['prompts']} prompts"] = f"{recall['score']:.0%} [{low:.0%}, {high:.0%}]"
+        if "bytes" in row:
+            cells["time of the prompt"] = f"{row['prompt_ratio']:.2f}"
+            cells["time of a token"] = "emulated" if row["variant"] in QUANTIZED else f"{row['token_ratio']:.2f}"
+        cells["preparation"] = f"{row['preparation'] / 60:.1f}" if row["preparation"] else "none"
         table.append(cells)
     return pd.DataFrame(table).fillna("–")
 
 
 def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Loss beyond the exact model's by bytes of the cache, a panel for each length."""
-    shown = [row for row in rows if "bytes" in row]
-    lengths = sorted({row["length"] for row in shown})
+    """Loss beyond the exact model's, and recall with its interval, by bytes of the cache: a row for each length."""
+    lengths = sorted({row["length"] for row in rows if "bytes" in row})
+    tasks = list(dict.fromkeys(task for row in rows for task in row["recall"]))
     with matplotlib.rc_context(STYLE):
-        figure, panels = new_figure(3.4 * max(len(lengths), 1), max(len(lengths), 1), squeeze=False)
-        for axes, length in zip(panels[:, 0], lengths, strict=False):
-            own = {row["variant"]: row for row in shown if row["length"] == length}
+        figure, grid = new_figure(3.2 * max(len(lengths), 1), max(len(lengths), 1), 1 + len(tasks), squeeze=False)
+        for panels, length in zip(grid, lengths, strict=False):
+            own = {row["variant"]: row for row in rows if row["length"] == length and "bytes" in row}
             for name, row in own.items():
                 share, loss = 100 * row["bytes"] / own[EXACT]["bytes"], row["loss"] - own[EXACT]["loss"]
-                axes.plot([share], [loss], marker="X" if name == EXACT else "o", color="black")
-                axes.annotate(name, (share, loss), xytext=(3, 3), textcoords="offset points", fontsize=7)
-            axes.set(title=f"Context of {length:,} tokens", xlabel="bytes of the cache, % of exact in float32")
-            axes.set(ylabel="nats beyond exact")
-            axes.set_xlim(0, 120)
+                style = {"marker": "o" if name in (EXACT, *QUANTIZED) or name.rsplit("-", 1)[0] in PRESSES else "^"}
+                panels[0].plot([share], [loss], color="black", markersize=4, **style)
+                panels[0].annotate(name, (share, loss), xytext=(3, 3), textcoords="offset points", fontsize=6)
+                for axes, task in zip(panels[1:], tasks, strict=True):
+                    if task not in row["recall"]:
+                        continue
+                    score, count = row["recall"][task]["score"], row["recall"][task]["prompts"]
+                    low, high = wilson_interval(score, count)
+                    errors = [[100 * (score - low)], [100 * (high - score)]]
+                    axes.errorbar([share], [100 * score], errors, color="black", markersize=4, linewidth=0.6, **style)
+                    axes.annotate(name, (share, 100 * score), xytext=(3, 3), textcoords="offset points", fontsize=6)
+            panels[0].set(title=f"Loss after {length:,} tokens", ylabel="nats beyond exact")
+            for axes, task in zip(panels[1:], tasks, strict=True):
+                axes.set(title=f"{task}, {length:,} tokens", ylabel="score, %")
+            for axes in panels:
+                axes.set(xlabel="bytes of the cache, % of exact in float32", xlim=(0, 120))
         return png(figure)
 
 

@@ -7,6 +7,7 @@ import pytest
 import hf_linear_attn as hla
 
 PUBLIC = [
+    "Agreement",
     "AttentionCall",
     "Calibration",
     "DistillationConfig",
@@ -40,6 +41,7 @@ PUBLIC = [
     "list_backends",
     "load_pretrained",
     "load_state",
+    "measure_agreement",
     "measure_fidelity",
     "measure_recall",
     "observe_attention",

@@ -1,14 +1,16 @@
-"""Recall of something said once, far back: by distance and by depth, with synthetic prompts made of tokens.
+"""Recall of what is said far back: the tasks of RULER and MQAR, by generation, with 95 % intervals.
 
-Decoders answer by generating, greedily. Encoders answer by retrieval: which of many long documents holds a sentence?
+Decoders answer by generating, greedily. Encoders answer by retrieval: which of many long documents has a sentence?
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..data.recall_prompts import KEY, NAMES, TASKS, Prompt, PromptMaker, check_positions
+from ..data.recall_prompts import TASKS, Prompt, PromptMaker, check_positions, documents_with_a_needle
 from ..data.text import pad_token, padded_batches
 from ..utils.models import evaluation_mode
 from ..utils.progress import OnBatch, report_nothing
@@ -26,13 +28,30 @@ from .values import Metric, Values, value
 if TYPE_CHECKING:
     import pandas
 
+#: What an evaluation measures of decoders: a key in noise, one of four keys in prose, pairs of tokens.
+METRIC_TASKS = ("niah_single_1", "niah_multikey_1", "mqar")
+
 #: For each task, length and depth: prompts of decoders, and documents of encoders, of which one must be retrieved.
-RECALL_PROMPTS, RECALL_DOCUMENTS = 4, 16
+METRIC_PROMPTS, METRIC_DOCUMENTS = 8, 16
 
 RECALL = Score("recall", "recall", "recall", digits=2)
 
-#: The task of encoders: which of many documents holds a sentence.
+#: The task of encoders: which of many documents has a sentence.
 RETRIEVAL = "retrieval"
+
+#: Standard deviations on either side of the mean that hold 95 % of a normal distribution.
+Z95 = 1.959964
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of so many independent trials (Wilson 1927).
+
+    `(p + z²/2n ± z √(p (1 - p)/n + z²/4n²)) / (1 + z²/n)` with z = 1.96. Of a mean of scores between 0 and 1, whose
+    variance is at most p (1 - p), it is an interval that is rather too wide.
+    """
+    square = Z95**2 / count
+    half = Z95 * math.sqrt(share * (1 - share) / count + square / (4 * count))
+    return max((share + square / 2 - half) / (1 + square), 0.0), min((share + square / 2 + half) / (1 + square), 1.0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,23 +59,49 @@ class Recall:
     """What a model recalled.
 
     Attributes:
-        table: One row per prompt: `task`, `length` (tokens of the prompt), `depth` (0: the beginning, 1: the end),
-            `distance` (tokens from where the answer was said to where it is due), `trial`, `correct` (the whole
-            answer), `share` (of its tokens).
+        table: One row per prompt: `task`, `length` (tokens of the prompt), `depth` (0: the beginning, 1: the end; NaN
+            where the answer is said in several places), `distance` (tokens from where the answer was first said to
+            where it is due), `trial`, `score` (the share of the expected answers that were generated), `correct` (all
+            of them).
     """
 
     table: pandas.DataFrame
 
-    def summary(self, value: str = "correct") -> pandas.DataFrame:
-        """Return the share of correct answers (or of their tokens: `share`): a row per task, a column per length."""
-        return self.table.pivot_table(index="task", columns="length", values=value, aggfunc="mean", sort=False)
+    def summary(self, by: Sequence[str] = ("task", "length")) -> pandas.DataFrame:
+        """Return a row for each task and length: `prompts`, the mean `score`, and `low` and `high`, its 95 % interval.
+
+        Args:
+            by: Other columns of the table to group by, such as `("task", "depth")`.
+        """
+        rows = self.table.groupby(list(by), sort=False, dropna=False)["score"].agg(["size", "mean"])
+        bounds = [wilson_interval(share, count) for count, share in zip(rows["size"], rows["mean"], strict=True)]
+        rows = rows.set_axis(["prompts", "score"], axis=1)
+        return rows.assign(low=[low for low, _ in bounds], high=[high for _, high in bounds])
+
+    def against(self, other: Recall) -> pandas.DataFrame:
+        """Return, by task and length, the prompts with the better score (`wins`), as good (`ties`), worse (`losses`).
+
+        Raises:
+            ValueError: The other one answered other prompts.
+        """
+        keys = ["task", "length", "depth", "trial"]
+        if not self.table[keys].equals(other.table[keys]):
+            raise ValueError("against: both must have answered the same prompts. Measure with the same arguments.")
+        difference = self.table["score"] - other.table["score"]
+        rows = self.table[["task", "length"]].assign(wins=difference > 0, ties=difference == 0, losses=difference < 0)
+        return rows.groupby(["task", "length"], sort=False).sum()
+
+    def _text(self) -> pandas.DataFrame:
+        summary = self.summary()
+        cells = [f"{row.score:.2f} [{row.low:.2f}, {row.high:.2f}]" for row in summary.itertuples()]
+        return summary.assign(cells=cells)["cells"].unstack(sort=False).fillna("–")
 
     def __repr__(self) -> str:
-        text = self.summary().to_string(float_format="{:.2f}".format, na_rep="–")
-        return f"share of correct answers, by task and length in tokens\n{text}"
+        prompts = self.summary()["prompts"].min()
+        return f"score by task and length, with its 95 % interval, of {prompts} prompts or more\n{self._text()}"
 
     def _repr_html_(self) -> str:
-        return self.summary().to_html(float_format="{:.2f}".format, na_rep="–")
+        return str(self._text().to_html())
 
 
 def measure_recall(
@@ -64,19 +109,23 @@ def measure_recall(
     tokenizer: Any,
     *,
     tasks: Sequence[str] | None = None,
-    lengths: Sequence[int] = (256, 512, 1024),
+    lengths: Sequence[int] = (512, 1024, 2048),
     depths: Sequence[float] = (0.1, 0.5, 0.9),
-    trials: int = 4,
+    trials: int = 8,
     batch_size: int = 4,
     seed: int = 0,
     on_batch: OnBatch = report_nothing,
 ) -> Recall:
     """Measure what a model recalls of long inputs, by length and depth.
 
-    Decoders (all that can generate) answer the prompts of `TASKS`: a pass key, one of several needles, the value of a
-    key among random pairs, the rest of a passage that begins again. A prompt is the same whatever else is measured.
+    Decoders (all that can generate) answer the prompts of `TASKS` greedily: those of RULER (Hsieh et al. 2024,
+    arXiv:2404.06654), `niah_single_1` to `_3`, `niah_multikey_1` to `_3`, `niah_multivalue`, `niah_multiquery` and
+    `vt`, and `mqar`, the value of a key among random pairs (Arora et al. 2023, arXiv:2312.04927). An answer's score is
+    the share of the expected strings that it contains. Where RULER has essays there are docstrings of Python's standard
+    library, so that prompts are made offline; they are the same whatever else is measured. The questions about one text
+    (`niah_multikey`, `mqar`: one for each depth) share one pass over it.
 
-    Encoders get the task `retrieval`: each of `trials` documents holds another sentence at the same depth, and the
+    Encoders get the task `retrieval`: each of `trials` documents has another sentence at the same depth, and the
     sentence itself must be most similar to its document, by the cosine of the embeddings. Chance is `1 / trials`, so
     give at least 16. Embeddings are mean-pooled, or those of a `SentenceTransformer`.
 
@@ -85,8 +134,10 @@ def measure_recall(
         tokenizer: Its tokenizer.
         tasks: Names of `TASKS`; None: all of them.
         lengths: Tokens of a prompt or document.
-        depths: Where the answer is said, from 0 (the beginning) to 1 (the end).
-        trials: Prompts for each length and depth; of encoders, documents.
+        depths: Where the answer is said, from 0 (the beginning) to 1 (the end). Tasks whose answer is said in several
+            places have as many prompts.
+        trials: Prompts for each length and depth; of encoders, documents. 96 prompts of a task and length, such as 32
+            trials at three depths, give an interval of ± 10 points or less.
         batch_size: Prompts in one call.
         seed: Seed of the prompts.
         on_batch: Called with the prompts done and all prompts.
@@ -111,102 +162,97 @@ def measure_recall(
     if trials < 1 or batch_size < 1 or not all(0 <= depth <= 1 for depth in depths):
         numbers = f"{trials}, {batch_size}, {depths}"
         raise ValueError(f"trials and batch_size must be positive and depths in 0 to 1, got {numbers}.")
-    check_positions(model, max(lengths) + (KEY if decoder else 0))
     maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
-    cells = [(task, length, depth) for task in chosen for length in lengths for depth in depths]
+    cells = [(task, length) for task in chosen for length in lengths]
     rows: list[dict[str, Any]] = []
-    for task, length, depth in cells:
-        on_batch(len(rows), trials * len(cells))
+    for task, length in cells:
+        on_batch(len(rows), trials * len(depths) * len(cells))
+        cell = {"task": task, "length": length}
         if decoder:
-            generators = [random.Random(f"{seed} {task} {length} {depth} {trial}") for trial in range(trials)]
-            prompts = [TASKS[task](maker, generator, length, depth) for generator in generators]
-            answers = list(_generate(model, prompts, batch_size, pad_token(tokenizer)))
+            prompts = _prompts(maker, task, length, depths, trials, seed)
+            check_positions(model, max(length + prompt.new_tokens for prompt in prompts))
+            outputs = generate_answers(model, prompts, batch_size, pad_token(tokenizer))
+            scores = [maker.score(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
         else:
-            prompts, answers = _retrieve(model, maker, length, depth, trials, batch_size, seed)
-        cell = {"task": task, "length": length, "depth": depth}
-        for trial, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            same = [own == expected for own, expected in zip(answer, prompt.answer, strict=True)]
-            outcome = {"correct": all(same), "share": sum(same) / len(same)}
-            rows.append({**cell, "distance": len(prompt.ids) - prompt.position, "trial": trial, **outcome})
+            check_positions(model, length)
+            prompts, scores = _retrieve(model, maker, length, depths, trials, batch_size, seed)
+        for index, (prompt, score) in enumerate(zip(prompts, scores, strict=True)):
+            own = {"depth": prompt.depth, "distance": length - min(prompt.positions), "trial": index // len(depths)}
+            rows.append({**cell, **own, "score": score, "correct": score == 1})
     return Recall(pd.DataFrame(rows))
 
 
-def recall_trials(model: PreTrainedModel) -> int:
-    """Return how many prompts of each task, length and depth `recall_metric` takes; of encoders, documents."""
-    return RECALL_PROMPTS if model.can_generate() else RECALL_DOCUMENTS
+def _prompts(
+    maker: PromptMaker, task: str, length: int, depths: Sequence[float], trials: int, seed: int
+) -> list[Prompt]:
+    generators = (random.Random(f"{seed} {task} {length} {trial}") for trial in range(trials))
+    return [prompt for generator in generators for prompt in TASKS[task](maker, generator, length, depths)]
 
 
-def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0) -> Metric:
-    """Return the metric of `measure_recall`: the share of correct answers, and that of each task, length and depth.
+def generate_answers(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:
+    """Yield the greedy answer to each prompt, whatever the model's generation config says.
 
-    Its `divergence` is the share of the answers' tokens that the exact model has right beyond those of the model.
-
-    Raises:
-        ValueError: As `measure_recall`, before anything is measured.
+    Prompts that follow each other and share a text are answered after one pass over it.
     """
-    check_positions(exact, max(lengths) + KEY)
-    maker = PromptMaker(tokenizer, exact.config.vocab_size)
-    decoder, trials = exact.can_generate(), recall_trials(exact)
-    for make_prompt in TASKS.values() if decoder else (TASKS["pass_key"],):
-        make_prompt(maker, random.Random(seed), min(lengths), 0.5)
-    exact_share: list[float] = []  # of the answers' tokens
-
-    def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
-        options: dict[str, Any] = {"lengths": lengths, "trials": trials, "seed": seed, "on_batch": on_batch}
-        table = measure_recall(model, tokenizer, **options).table
-        if model is exact or not exact_share:
-            reference = table if model is exact else measure_recall(exact, tokenizer, **options).table
-            exact_share.append(float(reference["share"].mean()))
-        share = float(table["correct"].mean())
-        values = [
-            value("recall", share, stderr=math.sqrt(share * (1 - share) / len(table))),
-            value("divergence", exact_share[0] - float(table["share"].mean())),
-            value("longest_input", max(lengths), unit="tokens"),
-            value("rows", len(table)),
-        ]
-        cells = table.groupby(["task", "length", "depth"], sort=False)["correct"].mean()
-        for (task, length, depth), cell in cells.items():
-            values.append(value("recall_at", cell, prompt=task, tokens=length, depth=depth))
-        return values
-
-    return measure
+    groups = [list(group) for _, group in itertools.groupby(prompts, key=lambda prompt: prompt.ids[: prompt.shared])]
+    for start in range(0, len(groups), batch_size):
+        part = groups[start : start + batch_size]
+        cache = None
+        if len(part[0]) > 1:
+            shared = min(group[0].shared for group in part)
+            with torch.no_grad(), evaluation_mode(model):
+                ids = torch.tensor([group[0].ids[:shared] for group in part], device=model.device)
+                cache = model.base_model(ids, use_cache=True).past_key_values
+        answers = []
+        for question in zip(*part, strict=True):
+            ids = torch.tensor([prompt.ids for prompt in question], device=model.device)
+            count = max(prompt.new_tokens for prompt in question)
+            output = generate_greedily(model, ids, count, pad, cache=copy.deepcopy(cache))
+            answers.append(output[:, ids.shape[1] :].tolist())
+        yield from (row for rows in zip(*answers, strict=True) for row in rows)
 
 
-def _generate(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:
-    """Yield the greedy answer to each prompt, whatever the model's generation config says; all are equally long."""
+def generate_greedily(model: Any, ids: Tensor, count: int, pad: int, *, cache: Any = None) -> Tensor:
+    """Return `ids [B, L]` with up to `count` more tokens, which are the likeliest ones at each step.
+
+    Args:
+        model: A decoder.
+        ids: Tokens without padding.
+        count: Number of new tokens.
+        pad: Token after the end of a shorter answer.
+        cache: The cache after the first tokens of `ids`; None: all are read.
+    """
     own = model.generation_config
-    for start in range(0, len(prompts), batch_size):
-        part = prompts[start : start + batch_size]
-        ids = torch.tensor([prompt.ids for prompt in part], device=model.device)
-        count = max(len(prompt.answer) for prompt in part)
-        tokens = {"pad_token_id": pad, "eos_token_id": own.eos_token_id}
-        # An argument of `generate` would be completed by the model's own, such as a penalty on repetitions.
-        model.generation_config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, **tokens)
-        try:
-            with evaluation_mode(model):
-                output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
-        finally:
-            model.generation_config = own
-        for prompt, row in zip(part, output[:, ids.shape[1] :].tolist(), strict=True):
-            yield row[: len(prompt.answer)]
+    options = {} if cache is None else {"past_key_values": cache}
+    # An argument of `generate` would be completed by the model's own, such as a penalty on repetitions.
+    model.generation_config = GenerationConfig(max_new_tokens=count, pad_token_id=pad, eos_token_id=own.eos_token_id)
+    try:
+        with evaluation_mode(model):
+            output: Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    finally:
+        model.generation_config = own
+    return output
 
 
 def _retrieve(
-    model: Any, maker: PromptMaker, length: int, depth: float, count: int, batch_size: int, seed: int
-) -> tuple[list[Prompt], list[list[int]]]:
-    """Documents with a sentence each, whose number is the answer, and the number of the most similar document."""
-    rng = random.Random(f"{seed} {RETRIEVAL} {length} {depth}")
-    sentences = [[token for part in maker.statement(rng, rng.choice(NAMES)) for token in part] for _ in range(count)]
-    prompts = [
-        replace(maker.prompt(rng, length, depth, [([], sentence, [])], question=maker.after), answer=[number])
-        for number, sentence in enumerate(sentences)
-    ]
+    model: Any, maker: PromptMaker, length: int, depths: Sequence[float], count: int, batch_size: int, seed: int
+) -> tuple[list[Prompt], list[float]]:
+    """Documents with a sentence each, and whether the most similar document of a sentence is its own."""
     pad = pad_token(maker.tokenizer)
-    rows = [prompt.ids for prompt in prompts], [[*maker.before, *one, *maker.after] for one in sentences]
-    embedded = [_embed(model, padded_batches(part, batch_size, pad)) for part in rows]
-    # What all documents share says nothing about which of them it is.
-    documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in embedded)
-    return prompts, (questions @ documents.T).argmax(dim=1, keepdim=True).tolist()
+    columns = []
+    for depth in depths:
+        rng = random.Random(f"{seed} {RETRIEVAL} {length} {depth}")
+        prompts, sentences = documents_with_a_needle(maker, rng, length, depth, count)
+        rows = [prompt.ids for prompt in prompts], [[*maker.before, *one, *maker.after] for one in sentences]
+        embedded = [_embed(model, padded_batches(part, batch_size, pad)) for part in rows]
+        # What all documents share says nothing about which of them it is.
+        documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in embedded)
+        best = (questions @ documents.T).argmax(dim=1).tolist()
+        columns.append(
+            [(prompt, float(own == number)) for number, (prompt, own) in enumerate(zip(prompts, best, strict=True))]
+        )
+    pairs = [pair for row in zip(*columns, strict=True) for pair in row]
+    return [prompt for prompt, _ in pairs], [score for _, score in pairs]
 
 
 @torch.no_grad()
@@ -216,3 +262,51 @@ def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
     with evaluation_mode(model):
         inputs = [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]
         return torch.cat([model(batch)["sentence_embedding"].float().cpu() for batch in inputs])
+
+
+def recall_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the `tasks` and `trials` of `recall_metric` for a model."""
+    decoder = model.can_generate()
+    return {
+        "tasks": METRIC_TASKS if decoder else (RETRIEVAL,),
+        "trials": METRIC_PROMPTS if decoder else METRIC_DOCUMENTS,
+    }
+
+
+def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0) -> Metric:
+    """Return the metric of `measure_recall`: the mean score, and that of each task, length and depth.
+
+    Its `divergence` is the score of the exact model beyond that of the model.
+
+    Raises:
+        ValueError: As `measure_recall`, before anything is measured.
+    """
+    settings = recall_settings(exact)
+    maker = PromptMaker(tokenizer, exact.config.vocab_size)
+    for task in settings["tasks"] if exact.can_generate() else ():
+        (prompt,) = _prompts(maker, task, min(lengths), (0.5,), 1, seed)
+        check_positions(exact, max(lengths) + prompt.new_tokens)
+    check_positions(exact, max(lengths))
+    exact_score: list[float] = []
+
+    def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
+        options: dict[str, Any] = {**settings, "lengths": lengths, "seed": seed, "on_batch": on_batch}
+        recall = measure_recall(model, tokenizer, **options)
+        if model is exact or not exact_score:
+            reference = recall if model is exact else measure_recall(exact, tokenizer, **options)
+            exact_score.append(float(reference.table["score"].mean()))
+        score, count = float(recall.table["score"].mean()), len(recall.table)
+        low, high = wilson_interval(score, count)
+        values = [
+            value("recall", score, stderr=(high - low) / 2 / Z95),
+            value("divergence", exact_score[0] - score),
+            value("longest_input", max(lengths), unit="tokens"),
+            value("rows", count),
+        ]
+        for (task, length, depth), row in recall.summary(("task", "length", "depth")).iterrows():
+            width = row["high"] - row["low"]
+            cell = {"prompt": task, "tokens": length, "depth": depth, "stderr": width / 2 / Z95}
+            values.append(value("recall_at", row["score"], **cell))
+        return values
+
+    return measure

@@ -37,7 +37,7 @@ from ..measure.quality import (
     perplexity_metric,
     sentence_pair_metric,
 )
-from ..measure.recall import RECALL, recall_metric, recall_trials
+from ..measure.recall import RECALL, recall_metric, recall_settings
 from ..measure.values import Metric
 from .loading import ExactModel
 from .records import Conditions
@@ -184,7 +184,7 @@ def _split(
 
 def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> Measurement:
     """Return the recall at lengths. Raises a ValueError as `recall_metric`, before anything is measured."""
-    settings = {"lengths": list(lengths), "trials": recall_trials(exact.model), "seed": seed}
+    settings = {**recall_settings(exact.model), "lengths": list(lengths), "seed": seed}
     return exact.conditions("recall", settings=settings), recall_metric(
         exact.model, exact.tokenizer, lengths, seed=seed
     )

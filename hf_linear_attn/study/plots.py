@@ -31,6 +31,9 @@ REFERENCES: dict[str, dict[str, Any]] = {
 #: Inches; at 10 points on 5.6 inches, text is about 9 pixels high on a screen of 390 pixels.
 WIDTH, DPI = 5.6, 160
 
+#: Cells of a map whose 95 % interval is wider than this are hatched.
+WIDE = 0.5
+
 STYLE: Any = {
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -48,7 +51,8 @@ CAPTIONS = {
     "time": "Time of one forward pass of the whole model, batch 1. Bands: 20th to 80th percentile.",
     "memory": "Peak memory of one forward pass beyond weights and inputs.",
     "fidelity": "Relative error of the attention outputs by layer, mean over heads; 1 is as wrong as zeros.",
-    "recall": "Correct answers by task, depth (0: the beginning) and length in tokens (see measure_recall).",
+    "recall": "Score by task, depth (0: the beginning) and length in tokens (see measure_recall); hatched where the "
+    "95 % interval is wider than half of the scale.",
     "decoding": "Time of one new token after a context (left), and the bytes of its cache (right).",
 }
 
@@ -149,21 +153,30 @@ def _fidelity(evaluation: Evaluation) -> Any:
 
 def _recall(evaluation: Evaluation) -> Any:
     rows = evaluation.select("recall", "recall_at", before=False)
-    tables = {
-        _name(evaluation, label): part.pivot_table("value", ["prompt", "depth"], "tokens", sort=False)
-        for label, part in sorted(rows.groupby("label"), key=lambda part: evaluation.labels.index(part[0]))
-    }
-    return recall_maps(tables)
+    return recall_maps(
+        {
+            _name(evaluation, label): part.pivot_table(["value", "stderr"], ["prompt", "depth"], "tokens", sort=False)
+            for label, part in sorted(rows.groupby("label"), key=lambda part: evaluation.labels.index(part[0]))
+        }
+    )
 
 
 def recall_maps(tables: Mapping[str, pandas.DataFrame]) -> Any:
-    """Draw the share of correct answers of several models: a map for each table, tasks and depths by lengths."""
+    """Draw the scores of several models: a map for each table, tasks and depths by lengths.
+
+    Args:
+        tables: Columns `("value", length)` and `("stderr", length)`. Cells whose 95 % interval is wider than half of
+            the scale are hatched.
+    """
     columns = min(len(tables), 2)
     rows = -(-len(tables) // columns)
     height = rows * (0.17 * max(map(len, tables.values())) + 0.8)
     figure, grid = new_figure(height, rows, columns, squeeze=False, sharex=True, sharey=True)
-    for axes, (title, table) in zip(grid.flat, tables.items(), strict=False):
+    for axes, (title, cells) in zip(grid.flat, tables.items(), strict=False):
+        table, errors = cells["value"], cells["stderr"]
         image = axes.imshow(table.astype(float), aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
+        for row, column in zip(*(2 * 1.96 * errors.astype(float) > WIDE).to_numpy().nonzero(), strict=True):
+            axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, color="none", hatch="///", ec="white")
         axes.set_yticks(range(len(table)), [f"{task}, {depth:g}" for task, depth in table.index], fontsize=7)
         axes.set_xticks(range(len(table.columns)), [f"{int(length):,}" for length in table.columns])
         axes.set_title(title)

@@ -202,16 +202,14 @@ class Run:
             stage: The label of the stage.
             model: A complete model, as it was before the stage.
             train: Trains, and returns a complete model and what was done.
-            part: What the names of trained parameters and buffers contain; empty for all.
+            part: What the names of trained parameters contain; empty for all.
         """
         trained: list[Any] = [model]
 
         def values() -> tuple[Any, dict[str, Tensor]]:
             trained[0], progress = train()
             self.state[stage] = json_safe(progress)
-            saved = trained[0].state_dict().keys()  # without buffers that a model makes anew
-            tensors = (*trained[0].named_parameters(), *trained[0].named_buffers())
-            return progress, {name: tensor for name, tensor in tensors if part in name and name in saved}
+            return progress, {name: value for name, value in trained[0].named_parameters() if part in name}
 
         known = stage in self.state
         parameters = self.study.learned(self._conditions(stage), values, label=stage)

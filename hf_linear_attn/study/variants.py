@@ -33,8 +33,7 @@ from .study import Learned, Study
 EXACT_LABEL, WITHOUT_ATTENTION, NO_ATTENTION = "exact", "without attention", "none"
 
 #: Of the settings, what an attention transfer depends on.
-TRANSFER_LENGTH = ("steps", "evaluations")
-TRANSFER_SETTINGS = (*TRANSFER_LENGTH, "batch_size", "sequence_length", "train_sequences", "validation_sequences")
+TRANSFER_SETTINGS = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
 
 Loader = Callable[[], PreTrainedModel]
 
@@ -102,15 +101,11 @@ def mechanism_stages(
 
     patched = cache(start)
     first = Variant(name, name, patched, "untrained", seed if trains or options else None, options)
+    yield first
     if not trains:
-        yield first
         return
     transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
     transfer |= {"data": inputs.hash, "order": settings.seed}
-    # The start is fitted to the data of the transfer, whatever its length.
-    yield replace(
-        first, settings={"calibration": {key: transfer[key] for key in transfer if key not in TRANSFER_LENGTH}}
-    )
     after = replace(first, state="transferred", settings={"transfer": transfer})
     conditions = after.of(exact.conditions("attention_transfer"))
     trained = cache(lambda: transferred(study, patched(), inputs, settings, conditions, label=name))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import DEFAULT_ATTENTION
-from ..data.recall_prompts import KEY, TASKS, PromptMaker, check_positions
+from ..data.recall_prompts import TASKS, PromptMaker, check_positions
 from ..data.text import text_rows
 from ..integration.context import attention_modules
 from ..integration.discovery import longest_input, predicts_next_tokens, self_attention
@@ -40,6 +40,9 @@ RETRIEVAL_SHARE = 0.75
 
 #: Tokens of text that rank heads, and the fewest of a prompt of the probe, where the model takes so many.
 SEARCH_TOKENS, PROBE_LENGTH = 16_384, 512
+
+#: The task of the probe, and the tokens of its answer at most: a space and a number of seven digits.
+PROBE_TASK, ANSWER_TOKENS = "niah_single_1", 8
 
 #: Tokens of a row of text where no length is given.
 ROW_LENGTH = 1024
@@ -131,9 +134,9 @@ def find_retrieval_heads(
 ) -> ExactHeads:
     """Find the key-value heads of an exact decoder that look something up (Wu et al. 2024, arXiv:2404.15574).
 
-    `score = max_h mean_i Σ_j w_ij`: prompts with a pass key, the queries i that predict its tokens, the keys j where it
-    was said, the query heads h that share the key-value head. Only the weights of these queries are computed; the mask
-    takes a byte for each pair of tokens.
+    `score = max_h mean_i Σ_j w_ij`: prompts with a number in noise (`niah_single_1` of RULER), the queries i that
+    predict its tokens, the keys j where it was said, the query heads h that share the key-value head. Only the weights
+    of these queries are computed; the mask takes a byte for each pair of tokens.
 
     Args:
         model: A decoder with exact attention.
@@ -152,15 +155,17 @@ def find_retrieval_heads(
         raise ValueError(f"prompts must be positive, got {prompts}.")
     if not all(layer.causal for layer in self_attention(model)):
         raise NotImplementedError(f"{type(model).__name__} has bidirectional attention: it predicts no next token.")
-    check_positions(model, length + KEY)
+    check_positions(model, length + ANSWER_TOKENS)
     maker = PromptMaker(tokenizer, model.config.vocab_size)
     # Any mechanism will do, because what is observed runs exactly.
     probed = patch_model(shared_copy(model).eval(), "elu")
     layers = _patched_layers(probed)
     totals: dict[int, Any] = dict.fromkeys(layers.values(), 0.0)
     for number in range(prompts):
-        prompt = TASKS["pass_key"](maker, random.Random(f"{seed} {number}"), length, (number + 0.5) / prompts)
-        start, count = prompt.position, len(prompt.answer)
+        generator, depth = random.Random(f"{seed} {number}"), (number + 0.5) / prompts
+        (prompt,) = TASKS[PROBE_TASK](maker, generator, length, [depth])
+        ((start,), (answer,)) = prompt.positions, prompt.references
+        count = len(answer)
 
         def observer(call: AttentionCall, start: int = start, count: int = count) -> None:
             allowed = call.allowed[:, :, -count:]
@@ -169,7 +174,7 @@ def find_retrieval_heads(
             totals[layers[id(call.module)]] += score.view(call.key.shape[1], -1) / prompts
 
         with observe_attention(probed, observer):
-            probed.base_model(torch.tensor([prompt.ids + prompt.answer[:-1]], device=model.device), use_cache=False)
+            probed.base_model(torch.tensor([prompt.ids + answer[:-1]], device=model.device), use_cache=False)
     scores = {
         (layer, head): value for layer, total in totals.items() for head, value in enumerate(total.amax(1).tolist())
     }
@@ -293,7 +298,7 @@ def _text_batches(
 
 def _probe_length(model: PreTrainedModel, batches: Iterable[Batch]) -> int:
     longest = max(PROBE_LENGTH, *(batch["input_ids"].shape[1] for batch in batches))
-    return min(longest, (longest_input(model) or longest + KEY) - KEY)
+    return min(longest, (longest_input(model) or longest + ANSWER_TOKENS) - ANSWER_TOKENS)
 
 
 def _check(model: PreTrainedModel, share: float) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,41 +16,78 @@ from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig
 
 import hf_linear_attn as hla
-from hf_linear_attn.measure.recall import TASKS, PromptMaker, measure_recall
+from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
+from hf_linear_attn.measure.recall import Recall, generate_answers, measure_recall, wilson_interval
 
 from ..tiny_models import VOCABULARY, tiny_model
 from ..tiny_text import tiny_tokenizer
 
 
-class Copier(nn.Module):
-    """Generates what followed the longest earlier occurrence of its last tokens, of which it sees `reach`."""
+class Characters:
+    """A tokenizer with a token for each character."""
+
+    unk_token_id, bos_token_id, eos_token_id, pad_token_id = None, None, None, 0
+    all_special_ids: tuple[int, ...] = ()
+    added_tokens_decoder: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return 128
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text if ord(character) < 128]}
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+class Oracle(nn.Module):
+    """Answers by regular expressions over the last `reach` characters of the text."""
 
     device = "cpu"
-    config = SimpleNamespace(vocab_size=VOCABULARY)
+    config = SimpleNamespace(vocab_size=128)
 
     def __init__(self, reach: int = 10**6) -> None:
         super().__init__()
-        self.reach, self.generation_config = reach, GenerationConfig()
+        self.reach, self.generation_config, self.passes = reach, GenerationConfig(), 0
+
+    @property
+    def base_model(self) -> Oracle:
+        return self
 
     def can_generate(self) -> bool:
         return True
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        rows = input_ids.tolist()
-        for row in rows:
-            for _ in range(self.generation_config.max_new_tokens or 0):
-                row.append(self.next_token(row[-self.reach :]))
-        return torch.tensor(rows)
+    def forward(self, ids: Tensor, use_cache: bool) -> Any:
+        self.passes += len(ids)
+        return SimpleNamespace(past_key_values="the cache")
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, past_key_values: Any = None) -> Tensor:
+        count = self.generation_config.max_new_tokens
+        answers = ["".join(map(chr, row))[-self.reach :] for row in input_ids.tolist()]
+        rows = [[ord(one) for one in self.answer(text).ljust(count)[:count]] for text in answers]
+        return torch.cat([input_ids, torch.tensor(rows)], dim=1)
 
     @staticmethod
-    def next_token(row: list[int]) -> int:
-        def matching(end: int) -> int:
-            same = 0
-            while same < end and row[end - 1 - same] == row[-1 - same]:
-                same += 1
-            return same
+    def answer(text: str) -> str:
+        if "?" not in text and "Question" not in text:  # pairs of characters
+            return (text + "?")[text.find(text[-1]) + 1]
+        if asked := re.search(r"assigned the value (\d+) in the text above", text):
+            known, body = {asked[1]}, text[: asked.start()]
+            for name, value in re.findall(r"VAR (\w{5}) = (?:VAR )?(\w+)", body):
+                known |= {name} if value in known else set()
+            return " ".join(known)
+        names = re.findall(r"[\w-]+", re.findall(r"(?:number|uuid)s? for ([^?]*) mentioned", text)[-1])
+        return ", ".join(value for name in names for value in re.findall(rf" for {name} is: ([\w-]+)", text))
 
-        return row[max(range(1, len(row)), key=matching)]
+
+class Words(Characters):
+    """A tokenizer with a token for each word, by its hash."""
+
+    def __len__(self) -> int:
+        return 5000
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [zlib.crc32(word.encode()) % 5000 for word in re.findall(r"\w+", text)]}
 
 
 class WordCounts(nn.Module):
@@ -61,58 +101,100 @@ class WordCounts(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         ids, mask = (batch[name][:, : self.reach] for name in ("input_ids", "attention_mask"))
-        return {"sentence_embedding": (nn.functional.one_hot(ids, VOCABULARY) * mask[..., None]).sum(1).float()}
+        return {"sentence_embedding": (nn.functional.one_hot(ids, 5000) * mask[..., None]).sum(1).float()}
 
 
-@pytest.fixture(scope="module")
-def maker() -> PromptMaker:
-    return PromptMaker(tiny_tokenizer(), VOCABULARY)
+@pytest.fixture(scope="module", params=["characters", "words that are not its own"])
+def maker(request: pytest.FixtureRequest) -> PromptMaker:
+    return PromptMaker(Characters() if request.param == "characters" else tiny_tokenizer())
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(("depth", "length"), [(0.0, 60), (0.5, 61), (1.0, 200)])
-def test_prompts_have_their_length_and_the_answer_at_its_depth(
-    maker: PromptMaker, task: str, depth: float, length: int
-) -> None:
-    prompt = TASKS[task](maker, random.Random(3), length, depth)
-    assert len(prompt.ids) == length
-    assert prompt.ids[prompt.position : prompt.position + len(prompt.answer)] == prompt.answer
-    assert prompt == TASKS[task](maker, random.Random(3), length, depth)
-    # What comes before the answer is the question at the end.
-    context = {"key_value": 1}.get(task, 8)
-    assert prompt.ids[prompt.position - context : prompt.position] == prompt.ids[-context:]
-    special = set(tiny_tokenizer().all_special_ids)
-    assert not special & set(prompt.ids)
-    room = length - 60  # other needles and the question lie behind the answer, too
-    assert prompt.position == pytest.approx(depth * room, abs=60)
+@pytest.mark.parametrize("length", [900, 1501])
+def test_prompts_have_their_length_and_the_answers_where_they_say(maker: PromptMaker, task: str, length: int) -> None:
+    depths = (0.0, 0.5, 1.0)
+    prompts = TASKS[task](maker, random.Random(3), length, depths)
+    assert prompts == TASKS[task](maker, random.Random(3), length, depths)
+    assert len(prompts) == 3
+    for prompt in prompts:
+        assert len(prompt.ids) == length
+        for position, answer in zip(prompt.positions, prompt.references, strict=True):
+            assert prompt.ids[position : position + len(answer)] == answer
+            assert position + len(answer) <= prompt.shared
+        assert maker.score(prompt, [token for answer in prompt.references for token in answer]) == 1
+        assert prompt.new_tokens >= sum(map(len, prompt.references))
+    several = task in ("niah_multivalue", "niah_multiquery", "vt")
+    assert [prompt.depth for prompt in prompts if not math.isnan(prompt.depth)] == ([] if several else list(depths))
+    about_one_text = len({tuple(prompt.ids[: prompt.shared]) for prompt in prompts}) == 1
+    assert about_one_text == (task == "mqar" or "multikey" in task)
+    if not several:  # the text lies behind the header and before the question
+        ends = [prompt.positions[0] for prompt in prompts]
+        assert ends == sorted(ends)
+        sentence = 450 if maker.reads_text else 90  # at most, with the needle behind it
+        assert ends[0] < 60 + sentence
+        assert ends[2] > length - 100 - sentence
 
 
-def test_a_model_that_copies_recalls_everything_and_a_short_sighted_one_nothing() -> None:
-    options: dict[str, Any] = {"lengths": (96, 160), "depths": (0.0, 0.5), "trials": 3}
-    perfect = measure_recall(Copier(), tiny_tokenizer(), **options)
-    longer = perfect.table[perfect.table["task"] != "key_value"]
-    assert longer["correct"].all()
-    assert len(perfect.table) == 4 * 2 * 2 * 3
-    blind = measure_recall(Copier(reach=30), tiny_tokenizer(), **options).table
-    assert not blind[blind["task"] != "key_value"]["correct"].any()
-    assert list(perfect.summary().columns) == [96, 160]
-    assert perfect.summary().loc["pass_key"].tolist() == [1.0, 1.0]
-    # The sight of a model decides by the distance.
-    middle = measure_recall(Copier(reach=110), tiny_tokenizer(), **{**options, "tasks": ("pass_key", "induction")})
-    assert (middle.table["correct"] == (middle.table["distance"] <= 100)).all()
+def test_a_number_that_is_recalled_in_part_scores_in_part() -> None:
+    maker = PromptMaker(Characters())
+    prompt = TASKS["niah_multivalue"](maker, random.Random(0), 900, [0.5])[0]
+    texts = ["".join(map(chr, answer)).strip() for answer in prompt.references]
+    output = f": {texts[2]}, {texts[0]} and 1{texts[1][1:]}"
+    assert maker.score(prompt, [ord(one) for one in output]) == 0.5
+    pair = TASKS["mqar"](maker, random.Random(0), 900, [0.5])[0]
+    (answer,) = pair.references
+    assert maker.score(pair, answer) == 1
+    assert maker.score(pair, [answer[0] + 1]) == maker.score(pair, []) == 0
 
 
-def test_key_value_recall_asks_for_the_only_occurrence_of_a_key() -> None:
-    table = measure_recall(Copier(), tiny_tokenizer(), tasks=["key_value"], lengths=[64], trials=8).table
-    assert table["correct"].all()
-    assert set(table["distance"]) == {64 - 1 - start for start in (round(depth * 61) for depth in (0.1, 0.5, 0.9))}
+def test_an_oracle_recalls_everything_and_a_short_sighted_one_nothing() -> None:
+    options: dict[str, Any] = {"lengths": (900, 1500), "depths": (0.0, 0.3), "trials": 2}
+    oracle = Oracle()
+    perfect = measure_recall(oracle, Characters(), **options)
+    assert perfect.table["correct"].all()
+    assert len(perfect.table) == len(TASKS) * 2 * 2 * 2
+    assert oracle.passes == 4 * 2 * 2  # one for each text about which there are several questions
+    # From 450 characters on before the end all is question, or answered too late to be seen.
+    blind = measure_recall(Oracle(reach=450), Characters(), **options)
+    far = blind.table[(blind.table["distance"] > 450) & blind.table["depth"].notna()]
+    assert len(far) > 40
+    assert not far["correct"].any()
+    comparison = perfect.against(blind)
+    assert (comparison["wins"] == comparison["wins"] + comparison["losses"]).all()
+    assert comparison.loc[("niah_single_1", 900), "wins"] == 4
+    with pytest.raises(ValueError, match="the same prompts"):
+        perfect.against(measure_recall(oracle, Characters(), tasks=["mqar"], lengths=(900,)))
+
+
+def test_a_summary_has_the_interval_of_each_mean() -> None:
+    scores = [1.0, 1.0, 0.5, 0.0]
+    table = pd.DataFrame({"task": "vt", "length": 64, "score": scores})
+    row = Recall(table).summary().loc[("vt", 64)]
+    assert (row["prompts"], row["score"]) == (4, 0.625)
+    for bound in (row["low"], row["high"]):  # the roots of (p - share)² = z² p (1 - p) / n
+        assert (bound - 0.625) ** 2 == pytest.approx(1.959964**2 * bound * (1 - bound) / 4)
+    assert wilson_interval(0.0, 12)[0] == 0.0
+    assert "0.62 [0.22, 0.91]" in repr(Recall(table))
+
+
+@pytest.mark.parametrize("attention", [None, "elu", "window"])
+def test_questions_about_one_text_share_a_pass_over_it(attention: str | None) -> None:
+    torch.manual_seed(0)
+    model = tiny_model("llama", max_position_embeddings=512).eval()
+    if attention is not None:
+        hla.patch_model(model, attention)
+    maker = PromptMaker(tiny_tokenizer(), VOCABULARY)
+    prompts = TASKS["niah_multikey_1"](maker, random.Random(0), 200, (0.1, 0.5, 0.9))
+    prompts += TASKS["niah_multikey_1"](maker, random.Random(1), 200, (0.1, 0.5, 0.9))
+    together = list(generate_answers(model, prompts, 2, 0))
+    assert together == [next(generate_answers(model, [prompt], 1, 0)) for prompt in prompts]
 
 
 def test_a_sentence_is_found_in_the_document_that_holds_it() -> None:
     options: dict[str, Any] = {"lengths": (64,), "trials": 16}
-    everything = measure_recall(WordCounts(64), tiny_tokenizer(), depths=(0.0, 1.0), **options)
-    assert everything.table["correct"].mean() > 0.8  # counts of few words collide
-    table = measure_recall(WordCounts(20), tiny_tokenizer(), depths=(0.0, 1.0), **options).table
+    everything = measure_recall(WordCounts(64), Words(), depths=(0.0, 1.0), **options)
+    assert everything.table["correct"].mean() > 0.8
+    table = measure_recall(WordCounts(20), Words(), depths=(0.0, 1.0), **options).table
     share = table.groupby("depth")["correct"].mean()
     assert share[0.0] > 0.8
     assert share[1.0] < 0.4
@@ -122,7 +204,7 @@ def test_a_sentence_is_found_in_the_document_that_holds_it() -> None:
 def test_models_of_transformers() -> None:
     torch.manual_seed(0)
     decoder = hla.patch_model(tiny_model("gpt2"), "elu")
-    options: dict[str, Any] = {"lengths": (60,), "depths": (0.2, 0.8), "trials": 2}
+    options: dict[str, Any] = {"lengths": (80,), "depths": (0.2, 0.8), "trials": 2, "tasks": ["niah_single_1", "mqar"]}
     result = measure_recall(decoder, tiny_tokenizer(), **options)
     again = measure_recall(decoder, tiny_tokenizer(), **options, batch_size=1)
     pd.testing.assert_frame_equal(result.table, again.table)
@@ -133,37 +215,16 @@ def test_models_of_transformers() -> None:
     pd.testing.assert_frame_equal(result.table, again.table)
     assert decoder.training
     assert decoder.generation_config.num_beams == 2
-    retrieval = measure_recall(tiny_model("bert"), tiny_tokenizer(), **options)
+    retrieval = measure_recall(tiny_model("bert"), tiny_tokenizer(), **{**options, "tasks": None})
     assert len(retrieval.table) == 4
-
-
-def test_text_that_a_tokenizer_can_encode_is_used() -> None:
-    class Characters:
-        unk_token_id, bos_token_id, eos_token_id, pad_token_id = None, None, None, 0
-        all_special_ids: tuple[int, ...] = ()
-        added_tokens_decoder: tuple[int, ...] = ()
-
-        def __len__(self) -> int:
-            return 128
-
-        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-            return {"input_ids": [ord(character) for character in text]}
-
-    maker = PromptMaker(Characters())
-    prompt = TASKS["needles"](maker, random.Random(0), 400, 0.5)
-    text, answer = ("".join(map(chr, ids)) for ids in (prompt.ids, prompt.answer))
-    assert text.count(" The pass key of ") == 5
-    question = text[text.rindex(" The pass key of ") :]
-    assert f"{question}{answer}." in text
-    assert text.startswith(" ")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": ["passkey"]}, "'passkey' is none of pass_key, needles"),
+        ({"tasks": ["passkey"]}, "'passkey' is none of niah_single_1, niah_single_2"),
         ({"tasks": ["retrieval"]}, "which this model can answer"),
-        ({"lengths": (12,)}, "no room for the question"),
+        ({"lengths": (12,)}, "takes 7. tokens or more, got 12"),
         ({"lengths": (96,)}, "beyond the model's 96 positions"),
         ({"depths": (2.0,)}, "depths in 0 to 1"),
         ({"trials": 0}, "must be positive"),

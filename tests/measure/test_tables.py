@@ -30,12 +30,14 @@ def test_fidelity() -> None:
 
 
 def test_recall() -> None:
-    rows = [("pass_key", 256, True), ("pass_key", 256, False), ("pass_key", 512, True), ("needles", 512, False)]
-    result = Recall(pd.DataFrame(rows, columns=["task", "length", "correct"]))
-    lines = [line.split() for line in repr(result).splitlines()]
-    assert lines[1] == ["length", "256", "512"]
-    assert lines[3:] == [["pass_key", "0.50", "1.00"], ["needles", "–", "0.00"]]
-    assert "<td>0.50</td>" in result._repr_html_()
+    rows = [("vt", 256, 1.0), ("vt", 256, 0.0), ("vt", 512, 1.0), ("mqar", 512, 0.0)]
+    result = Recall(pd.DataFrame(rows, columns=["task", "length", "score"]))
+    lines = repr(result).splitlines()
+    assert lines[0] == "score by task and length, with its 95 % interval, of 1 prompts or more"
+    assert lines[1].split() == ["length", "256", "512"]
+    assert lines[3].split("  ")[-2:] == ["0.50 [0.09, 0.91]", "1.00 [0.21, 1.00]"]
+    assert lines[4].split()[:2] == ["mqar", "–"]
+    assert "<td>0.50 [0.09, 0.91]</td>" in result._repr_html_()
 
 
 def test_exact_heads() -> None:

@@ -96,26 +96,21 @@ def test_rounded_caches_are_near_and_counted(context_ids: list[int]) -> None:
         assert rounded.bytes == context.bytes * (size * bits // 8 + 4) // (4 * size)
 
 
-def test_wilson_interval() -> None:
-    low, high = rivals.wilson(8, 10)  # the roots of (p - share)² = z² p (1 - p) / n
-    for bound in (low, high):
-        assert (bound - 0.8) ** 2 == pytest.approx(1.959964**2 * bound * (1 - bound) / 10)
-    assert rivals.wilson(0, 12)[0] == 0.0
-
-
 def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_checkpoint(
         tmp_path / "model", "llama", eos=True, num_hidden_layers=2, vocab_size=64, max_position_embeddings=1024
     )
     text = str(save_text(tmp_path / "text"))
     out = tmp_path / "out"
-    small = "--lengths 128 --texts=1 --prompts=2 --tasks induction --continuation=8 --greedy=3 --window_size=12"
+    small = "--lengths 192 --texts=1 --trials=1 --tasks niah_multikey_1 --continuation=8 --greedy=3 --window_size=12"
     files = ["--model", str(model), "--test_text", text, "--train_text", text, "--output", str(out)]
-    arguments = [*files, *small.split(), "--exact_share=0.3", "--search_length=64"]
+    arguments = [*files, *small.split(), "--exact_share=0.3", "--search_length=128"]
     assert rivals.main(arguments) == 0, capsys.readouterr().err
     rows = {row["variant"]: row for row in json.loads((out / "results.json").read_text())["rows"]}
     assert tuple(rows) == rivals.VARIANTS
-    assert all(row["prompts"] == 2 and row["texts"] == 1 for row in rows.values())
+    assert all(row["recall"]["niah_multikey_1"]["prompts"] == 4 and row["texts"] == 1 for row in rows.values())
+    assert all((rows[name]["preparation"] > 0) == (name in rivals.OURS) for name in rows)
+    assert rows["exact"]["token_ratio"] == rows["exact"]["prompt_ratio"] == 1
     assert rows["exact"]["output"] == 3
     assert rows["exact"]["likeliest"] == 1.0
     assert rows["snapkv-25"]["bytes"] == rows["exact"]["bytes"] / 4

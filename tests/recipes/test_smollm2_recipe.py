@@ -9,14 +9,9 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.cli.parser import exit_code
-from recipes import smollm2
+from recipes.smollm2 import main
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import save_text
-
-
-def main(arguments: list[str]) -> int:
-    return exit_code(lambda: smollm2.main(arguments))
 
 
 def arguments_of(folder: Path, *more: str) -> list[str]:
@@ -39,11 +34,11 @@ def arguments_of(folder: Path, *more: str) -> list[str]:
         "distill.max_steps": "2",
         "contexts": "[24, 48]",
         "test_tokens": "48",
-        "recall_lengths": "[40]",
+        "recall_lengths": "[160]",
         "recall_trials": "1",
-        "recall_tasks": "induction",
+        "recall_tasks": "niah_multikey_1",
         "decoding_contexts": "[16]",
-        "probe_length": "40",
+        "probe_length": "80",
         "search_length": "48",
         "bf16": "false",
         "device": "cpu",
@@ -70,7 +65,7 @@ def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
     assert hla.is_patched(hla.load_pretrained(str(out / "mixture" / "model")))
     report = (out / "report.md").read_text()
     assert all(f"| {name} " in report for name in ("exact", "mixture", "control", "linear"))
-    assert all((out / name).stat().st_size > 1000 for name in ("loss-by-position.png", "recall.png"))
+    assert (out / "loss-by-position.png").stat().st_size > 1000
 
     records = (out / "records.jsonl").read_bytes()
     assert main(arguments_of(tmp_path / "again", *variants, f"--output={out}", "--exact_share=0.34")) == 0

@@ -28,10 +28,14 @@ SMALL: dict[str, Any] = {
 }
 
 
+#: Of the decoder that is saved: enough for the prompts of recall.
+DECODER_POSITIONS = 192
+
+
 def save_folder(folder: Path) -> Path:
     """Checkpoints of each kind, with converted and tuned ones, a text, a task, sentence pairs."""
-    for kind in ("bert", "gpt2"):
-        save_checkpoint(folder / kind, kind)
+    save_checkpoint(folder / "bert", "bert")
+    save_checkpoint(folder / "gpt2", "gpt2", max_position_embeddings=DECODER_POSITIONS)
     (folder / "text.txt").write_text(sample_text(), encoding="utf-8")
     _classifiers(folder)
     rows = [" ".join(TOKENS[(start * 7 + step) % len(TOKENS)] for step in range(8)) for start in range(60)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,15 +28,13 @@ from hf_linear_attn.study.settings import (
     EvaluationData,
     Settings,
     SpeedConfig,
-    resolve_settings,
     with_options,
 )
-from hf_linear_attn.study.study import Study
-from hf_linear_attn.study.variants import mechanism_stages, timed_variants
-from tests.tiny_models import GPT2, MAX_LENGTH, tiny_model
+from hf_linear_attn.study.variants import timed_variants
+from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
-from .runs import SMALL, run, save_folder
+from .runs import DECODER_POSITIONS, SMALL, run, save_folder
 
 #: A metric of evaluate, as anybody may write one.
 MODULE = """
@@ -65,7 +63,7 @@ DECODER: dict[str, Any] = {
     "lengths": (16,),
     "length": 32,
     "batch_size": 3,
-    "recall_lengths": (64,),
+    "recall_lengths": (160,),
 }
 
 
@@ -360,10 +358,10 @@ def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tm
         ("gpt2", {"dataset": "TEXT", "attention": ("hedgehogs",)}, r"'hedgehogs'.*Did you mean 'hedgehog'"),
         ("gpt2", {"dataset": "TEXT", "attention": ("softmax",)}, "always measured"),
         ("gpt2", {"dataset": "TEXT", "sts": "GLUE"}, "is a decoder"),
-        ("gpt2", {"dataset": "TEXT", "context": 4096}, f"beyond the model's {MAX_LENGTH} positions"),
-        ("gpt2", {"dataset": "TEXT", "sequence_length": 4096}, f"beyond the model's {MAX_LENGTH} positions"),
+        ("gpt2", {"dataset": "TEXT", "context": 4096}, f"beyond the model's {DECODER_POSITIONS} positions"),
+        ("gpt2", {"dataset": "TEXT", "sequence_length": 4096}, f"beyond the model's {DECODER_POSITIONS} positions"),
         ("gpt2", {"dataset": "TEXT", "device": "toaster"}, "toaster"),
-        ("gpt2", {"dataset": "TEXT", "recall_lengths": (64, 4096)}, "beyond the model's"),
+        ("gpt2", {"dataset": "TEXT", "recall_lengths": (160, 4096)}, "beyond the model's"),
         ("gpt2", {"dataset": "TEXT", "recall_lengths": (16,)}, "^recall_lengths: .* of at least 32"),
         ("nowhere", {"dataset": "TEXT"}, "cannot be loaded"),
         ("run0", {"dataset": "TEXT"}, "is patched already"),
@@ -471,6 +469,8 @@ def test_options_of_each_task() -> None:
 
 def test_settings_fit_the_model() -> None:
     """A decoder with 74 positions: sequences within them, lengths that begin there."""
+    from hf_linear_attn.study.settings import resolve_settings
+
     quick, full = (
         resolve_settings(EvaluateConfig(quick=quick), "decoder", 74, "float32", table=True) for quick in (True, False)
     )
@@ -502,16 +502,3 @@ def test_a_fingerprint_depends_on_every_value() -> None:
     assert ExactModel.of(model, None, "decoder", "gpt2").fingerprint == before
     model.transformer.wte.weight.data[-1, -1] += 1
     assert ExactModel.of(model, None, "decoder", "gpt2").fingerprint != before
-
-
-def test_an_untrained_mechanism_depends_on_what_it_is_calibrated_on() -> None:
-    exact = ExactModel.of(GPT2.build(), None, "decoder", "gpt2")
-
-    def identity(data: str, **changes: Any) -> str:
-        settings = replace(resolve_settings(EvaluateConfig(), "decoder", 64, "float32", table=True), **changes)
-        inputs: Any = SimpleNamespace(hash=data, train=[])
-        untrained = next(mechanism_stages(Study(), exact, inputs, settings, "hedgehog", 0))
-        return untrained.of(exact.conditions("recall", settings={"lengths": [32]})).id
-
-    assert identity("a") == identity("a") == identity("a", steps=7)
-    assert len({identity("a"), identity("b"), identity("a", seed=1), identity("a", steps=0)}) == 4

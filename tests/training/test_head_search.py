@@ -24,19 +24,20 @@ from ..tiny_text import tiny_tokenizer
 def test_scores_are_the_weights_of_eager_attention(architecture: str) -> None:
     torch.manual_seed(0)
     model = tiny_model(architecture)
-    result = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=48, prompts=2, seed=7)
+    result = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=84, prompts=2, seed=7)
     groups = 2 if architecture == "llama" else 4
     eager = tiny_model(architecture, attn_implementation="eager")
     eager.load_state_dict(model.state_dict())
     maker = PromptMaker(tiny_tokenizer(), VOCABULARY)
     expected = torch.zeros(2, 4)
     for number in range(2):
-        prompt = TASKS["pass_key"](maker, random.Random(f"7 {number}"), 48, (number + 0.5) / 2)
-        count = len(prompt.answer)
+        (prompt,) = TASKS["niah_single_1"](maker, random.Random(f"7 {number}"), 84, [(number + 0.5) / 2])
+        ((start,), (answer,)) = prompt.positions, prompt.references
+        count = len(answer)
         with torch.no_grad():
-            weights = eager(torch.tensor([prompt.ids + prompt.answer[:-1]]), output_attentions=True).attentions
+            weights = eager(torch.tensor([prompt.ids + answer[:-1]]), output_attentions=True).attentions
         for layer, weight in enumerate(weights):
-            fallen = weight[0, :, -count:, prompt.position : prompt.position + count].sum(-1).mean(-1)
+            fallen = weight[0, :, -count:, start : start + count].sum(-1).mean(-1)
             expected[layer] += fallen / 2
     best = expected.view(2, groups, -1).amax(-1)
     for row in result.table.itertuples():
@@ -128,8 +129,8 @@ def best_gain(result: ExactHeads, start: int) -> tuple[int, int]:
 def test_the_probe_chooses_first_and_text_the_others() -> None:
     torch.manual_seed(0)
     model = tiny_model("gpt2")
-    probe = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=48, seed=3).table
-    options: dict[str, Any] = {"share": 0.5, "length": 48, "seed": 3, "window_size": 4}
+    probe = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=84, seed=3).table
+    options: dict[str, Any] = {"share": 0.5, "length": 84, "seed": 3, "window_size": 4}
     result = find_exact_heads(model, tiny_tokenizer(), [batch_of()], "window", **options)
     cells = list(result.table[["layer", "head"]].itertuples(index=False, name=None))
     assert cells[:3] == list(probe[["layer", "head"]].itertuples(index=False, name=None))[:3]

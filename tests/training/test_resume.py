@@ -76,19 +76,6 @@ def test_killed_in_a_step(stage: str, step: int, folder: Path, tmp_path: Path, m
         assert own == expected
 
 
-def test_killed_after_features_were_redrawn(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stage has changed in buffers is stored, too: the rows of random features, and their count."""
-    options: dict[str, Any] = {"attention": "favor+", "options": {"redraw_every": 2}, "teacher__max_steps": 1}
-    paths = (folder / "encoder", folder / "task")
-    convert(convert_config(*paths, tmp_path / "complete", **options), console=quiet())
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_linear_attn.study.convert.model_card", lambda *_: kill())
-        with pytest.raises(Killed):
-            convert(convert_config(*paths, tmp_path / "out", **options), console=quiet())
-    convert(convert_config(*paths, tmp_path / "out", resume=True, **options), console=quiet())
-    assert weights(tmp_path / "out") == weights(tmp_path / "complete")
-
-
 def test_signals_save_and_say_how_to_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = (folder / "encoder", folder / "task", tmp_path / "out")
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,84 @@
+"""Agreement by generation: how far greedy continuations of a converted model are those of the exact one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..utils.progress import OnBatch, report_nothing
+from .recall import generate_greedily, wilson_interval
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, repr=False)
+class Agreement:
+    """Greedy continuations of two models.
+
+    Attributes:
+        table: One row per prompt: `tokens` of the prompt, `common` (tokens before the continuations differ), `equal`
+            (the share of positions with the same token), `same` (whether all are).
+    """
+
+    table: pandas.DataFrame
+
+    def summary(self) -> dict[str, float]:
+        """Return the means of `common`, `equal` and `same`, and `low` and `high`, the 95 % interval of `same`."""
+        low, high = wilson_interval(float(self.table["same"].mean()), len(self.table))
+        return {**self.table[["common", "equal", "same"]].astype(float).mean().to_dict(), "low": low, "high": high}
+
+    def __repr__(self) -> str:
+        row = self.summary()
+        return (
+            f"{len(self.table)} continuations: the same for {row['common']:.1f} tokens on average, {row['equal']:.0%} "
+            f"of all tokens equal, {row['same']:.0%} [{row['low']:.0%}, {row['high']:.0%}] the same throughout"
+        )
+
+
+def measure_agreement(
+    model: Any,
+    exact: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int = 64,
+    on_batch: OnBatch = report_nothing,
+) -> Agreement:
+    """Compare greedy continuations of a converted model with those of the exact model.
+
+    The likelihood of given text hides what is lost in generation, where each token follows the model's own.
+
+    Args:
+        model: A decoder with linear attention, or any other one with the same vocabulary.
+        exact: The model that it was made from.
+        prompts: Token ids of each prompt, such as the beginnings of held-out documents.
+        new_tokens: Tokens to generate.
+        on_batch: Called with the prompts done and all prompts.
+
+    Raises:
+        ValueError: There is no prompt, or one is empty; or new_tokens is not positive.
+    """
+    import pandas as pd
+
+    if not prompts or not all(len(ids) for ids in prompts):
+        raise ValueError("prompts: give one prompt or more, of one token or more each.")
+    if new_tokens < 1:
+        raise ValueError(f"new_tokens must be positive, got {new_tokens}.")
+    rows = []
+    for number, prompt in enumerate(prompts):
+        on_batch(number, len(prompts))
+        own, expected = (
+            generate_greedily(one, torch.tensor([list(prompt)], device=one.device), new_tokens, pad=0)[0].cpu()
+            for one in (model, exact)
+        )
+        count = max(len(own), len(expected)) - len(prompt)
+        equal = torch.zeros(count, dtype=torch.bool)  # one of them may have ended earlier
+        shorter = min(len(own), len(expected))
+        equal[: shorter - len(prompt)] = own[len(prompt) : shorter] == expected[len(prompt) : shorter]
+        common = int(equal.long().cumprod(0).sum())
+        share = float(equal.double().mean())
+        rows.append({"tokens": len(prompt), "common": common, "equal": share, "same": bool(equal.all())})
+    return Agreement(pd.DataFrame(rows))
