@@ -1,21 +1,23 @@
-"""Examples that a person can read, by the exact model and by converted ones: a search, or a text."""
+"""Examples that a person can read, by the exact model and by converted ones: a search, a long document, a text."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from ..data.text import encode_text, pad_token, padded_batches, token_passages
+from ..data.text import encode_text, packed_rows, pad_token, padded_batches, token_passages
 from ..integration.discovery import longest_input
 from ..integration.positions import extend_positions, has_position_table
 from ..measure.quality import sentence_embeddings
 from ..utils.formatting import format_seconds
 from ..utils.models import shared_copy
+from ..utils.timing import time_interleaved
 from .loading import ExactModel
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ PROMPT = "The lighthouse stood at the end of the island, and every evening the k
 #: Documents to search in, tokens of each that are read at most, hits that are shown; tokens that a decoder adds.
 DOCUMENTS, WHOLE, HITS, CONTINUATION = 24, 2048, 2, 40
 
+#: Tokens of the long document, for which learned positions are extended.
+LONG = 8192
+
 Models = Mapping[str, PreTrainedModel]
 
 
@@ -42,11 +47,15 @@ def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dic
     """Return tables of examples by their titles, of the exact model and converted ones; documents are searched in."""
     if exact.kind == "decoder":
         return {f"A text continued: “{PROMPT} …”": continued_text(models, exact.tokenizer)}
-    longer = {label: extended(model, WHOLE) for label, model in models.items()}
+    longer = {label: extended(model, LONG) for label, model in models.items()}
     is_extended = any(longer[label] is not models[label] for label in models)
     beyond = f", beyond {longest_input(exact.model):,} trained positions" if is_extended else ""
-    title = f"A search in whole documents of up to {WHOLE:,} tokens{beyond}: the first hits"
-    return {title: search(longer, exact.tokenizer, documents)}
+    return {
+        f"A long document{beyond}": long_document(longer, exact.tokenizer, documents),
+        f"A search in whole documents of up to {WHOLE:,} tokens{beyond}: the first hits": search(
+            longer, exact.tokenizer, documents
+        ),
+    }
 
 
 def extended(model: PreTrainedModel, length: int) -> PreTrainedModel:
@@ -78,6 +87,25 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
         hits = (queries_embedded @ documents_embedded.T).topk(len(ranks), dim=-1).indices.tolist()
         table[f"{label} ({len(titles)} documents read in {seconds})"] = [titles[hit] for row in hits for hit in row]
     return table
+
+
+def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
+    """Return how alike the models embed a long document, and the time that each needs."""
+    import pandas
+
+    first = next(iter(models.values()))
+    length = min(longest_input(first) or LONG, LONG)
+    batch = padded_batches(packed_rows(tokenizer, ["\n\n".join(documents)], length)[:1], 1, 0)
+    calls = {label: partial(sentence_embeddings, model, batch) for label, model in models.items()}
+    embeddings = {label: normalize(call(), dim=-1) for label, call in calls.items()}
+    baseline = next(iter(models))
+    timings = time_interleaved(calls, baseline=baseline, seconds=0.0, device=first.device, min_rounds=2)
+    cosines = [f"{float((embedding * embeddings[baseline]).sum()):.3f}" for embedding in embeddings.values()]
+    times = [format_seconds(timings[label].median) for label in embeddings]
+    speedups = [f"{timings[label].speedup:.2f}×" for label in embeddings]
+    tokens = pandas.Index(embeddings, name=f"{batch[0]['input_ids'].shape[1]:,} tokens")
+    columns = {"time": times, "times as fast": speedups, "cosine with the exact embedding": cosines}
+    return pandas.DataFrame(columns, index=tokens)
 
 
 @torch.no_grad()
