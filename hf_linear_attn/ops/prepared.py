@@ -60,7 +60,7 @@ def prepare_with_exact(
         heads: The linear and the exact key-value heads.
     """
     step = linear.prepared if isinstance(linear, InPlaceState) else None
-    if step is None or exact["exact_key"].dtype is torch.int8 or not (kernel := step.kernels[0]).place(heads[0]):
+    if step is None or not (kernel := step.kernels[0]).place(heads[0]):
         return {**linear, **exact}
     after = InPlaceState({**linear, **exact})
     after.memory = linear.memory  # type: ignore[attr-defined]
@@ -207,7 +207,9 @@ class ExactStep:
     def __init__(self, inputs: AttentionInputs, state: InPlaceState, heads: list[int]) -> None:
         query, key, value = inputs.tensors
         repeats, self.length = query.shape[1] // key.shape[1], state["exact_key"].shape[2]
-        self.dtype, self.places = query.dtype, torch.tensor(heads, dtype=torch.int64, device="cpu")
+        is_int8 = state["exact_key"].dtype is torch.int8
+        self.dtype = torch.int8 if is_int8 else query.dtype
+        self.places = torch.tensor(heads, dtype=torch.int64, device="cpu")
         self.products = query.shape[0] * repeats * len(heads) * (key.shape[3] + value.shape[3])
         self.filled = filled = binding.Arguments(
             batch=query.shape[0],
@@ -217,6 +219,7 @@ class ExactStep:
             size=key.shape[3],
             value_size=value.shape[3],
             dtype=binding.DTYPE_NUMBERS[query.dtype],
+            int8_rows=is_int8,
             scaling=inputs.scaling,
             places=self.places.data_ptr(),
         )

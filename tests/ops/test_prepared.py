@@ -13,6 +13,7 @@ from hf_linear_attn.mechanisms.base import AttentionInputs
 from hf_linear_attn.mechanisms.head_mixture import HeadMixture
 from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.common import InPlaceState
+from hf_linear_attn.ops.int8 import to_dtype
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.ops.test_native import REASON
 
@@ -27,9 +28,13 @@ CASES = {
     "store": ("window", {"window_size": 4, "sink_tokens": 1, "store_size": 3, "mix_init": 0.0}),
     "mixture": ("window", {"window_size": 5, "sink_tokens": 2, "mix_init": 0.0}),
     "mixture of hedgehog": ("hedgehog", {}),
+    "int8": ("window", {"window_size": 5, "sink_tokens": 2, "mix_init": 0.0, "cache_dtype": "int8"}),
+    "int8 store": ("window", {"window_size": 4, "store_size": 3, "mix_init": 0.0, "cache_dtype": "int8"}),
+    "int8 mixture": ("window", {"window_size": 5, "mix_init": 0.0, "cache_dtype": "int8"}),
+    "int8 mixture of hedgehog": ("hedgehog", {}),
 }
 #: The exact heads of mixtures.
-EXACT = {"mixture": (1,), "mixture of hedgehog": (0,)}
+EXACT = {"mixture": (1,), "mixture of hedgehog": (0,), "int8 mixture": (1,), "int8 mixture of hedgehog": (0,)}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -39,7 +44,10 @@ def build(case: str) -> nn.Module:
     torch.manual_seed(0)
     shape = AttentionShape(6, 3, 32, 32, causal=True)
     built = build_options(entry, options)
-    module = HeadMixture(shape, entry, built, EXACT[case]) if case in EXACT else entry.factory(shape, built)
+    if case in EXACT:
+        module = HeadMixture(shape, entry, built, EXACT[case], "int8" if "int8" in case else "auto")
+    else:
+        module = entry.factory(shape, built)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -97,7 +105,8 @@ def test_prepared_steps_are_those_of_a_copied_state(case: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("case", CASES)
 def test_prepared_steps_are_one_pass_of_torch(case: str) -> None:
-    module, all_tokens = build(case), tokens(40)
+    module, (query, *stored) = build(case), tokens(40)
+    all_tokens = query, *(to_dtype(to_dtype(x, torch.int8), x.dtype) for x in stored)  # int8 loses nothing of them
     with backends.use_backend("torch"):
         expected, _ = step(module, all_tokens, None)
     state = step(module, tuple(x[:, :, :3] for x in all_tokens), None)[1]

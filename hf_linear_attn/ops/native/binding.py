@@ -66,7 +66,7 @@ _TENSOR_FIELDS = (
     *("store_key", "store_value", "store_error", "places"),
 )
 _LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "store", "ring_room")
-_SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided")
+_SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided", "int8_rows")
 
 
 class Arguments(ctypes.Structure):
@@ -85,7 +85,9 @@ class Arguments(ctypes.Structure):
     tensors: tuple[Tensors, list[Tensor]]
 
 
-_SETTINGS = frozenset(("offset", "sinks", "window", "two_sided", "scaling", "mix_bound", "saturation", "ring_room"))
+_SETTINGS = frozenset(
+    ("offset", "sinks", "window", "two_sided", "int8_rows", "scaling", "mix_bound", "saturation", "ring_room")
+)
 _HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_TENSOR_FIELDS)
 #: What a state before a token becomes after it: an output of the former name is both, in one memory.
 NEXT = {

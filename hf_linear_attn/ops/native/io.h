@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdlib>
+#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -118,6 +120,49 @@ inline void write_row(const float* in, int size, BFloat16* out) {
   for (; j < size; ++j) from_float(in[j], out[j]);
 }
 #endif
+
+// A token of a state is stored in the inputs' type, or as numbers of one byte with a scale behind them, the bytes of a
+// float32 (see ops/int8.py).
+struct Int8 {
+  int8_t number;
+};
+constexpr int SCALE_BYTES = 4;
+
+template <typename S>
+static inline int stored_size(int size) {
+  return std::is_same<S, Int8>::value ? size + SCALE_BYTES : size;
+}
+
+template <>
+inline void read_row(const Int8* in, int size, float* out) {
+  float scale;
+  memcpy(&scale, in + size, SCALE_BYTES);
+  int j = 0;
+  for (; j + LANES <= size; j += LANES) store(out + j, load_bytes(&in[j].number) * scale);
+  for (; j < size; ++j) out[j] = in[j].number * scale;
+}
+
+template <typename T>
+static inline void store_token(const T* token, int size, T* to) {
+  memcpy(to, token, size * sizeof(T));
+}
+template <typename T>
+static void store_token(const T* token, int size, Int8* to) {
+  float largest = 0.0f;
+  for (int j = 0; j < size; ++j) {
+    const float x = std::fabs(to_float(token[j]));
+    largest = x > largest || x != x ? x : largest;
+  }
+  float scale = largest / 127.0f;
+  uint32_t bits;
+  memcpy(&bits, &scale, SCALE_BYTES);
+  bits = (bits + 0x7f) & ~0x7fu;  // rounded up to 17 significant bits
+  memcpy(&scale, &bits, SCALE_BYTES);
+  memcpy(to + size, &scale, SCALE_BYTES);
+  const bool finite = scale - scale == 0.0f;
+  const float divisor = std::max(scale, std::numeric_limits<float>::min());
+  for (int j = 0; j < size; ++j) to[j].number = finite ? (int8_t)std::nearbyint(to_float(token[j]) / divisor) : 0;
+}
 
 // In a model's tensors a head's next token is kilobytes away, where the processor does not look ahead by itself.
 constexpr long AHEAD = 12;

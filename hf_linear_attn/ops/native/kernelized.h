@@ -45,7 +45,7 @@ struct Call {
   int64_t offset, sinks, store;                                                        // the key that row 0 is; s; n
   int64_t ring_room;                                                                   // see below
   int32_t size, value_size, dtype, threads;                                            // d, e, ...
-  int32_t window, two_sided;                                                           // w; whether also distances > -w
+  int32_t window, two_sided, int8_rows;                                                // w; whether also distances > -w; below
   float scaling, mix_bound, saturation;                                                // tau, ..., N
   // Log decays of the causal form with precomputed features, in float32.
   // Windows: the first `skip` keys are no tokens. Log mixing weights are mix + clip(sqrt(tau) u.q, +-bound), without u
@@ -53,6 +53,7 @@ struct Call {
   // Sinks are exact for every row: those at `sink_position`, counted in rows. Two-sided: the first s tokens and the last s,
   // whose own rows are exact, too. One token: the first ones of each row, contiguous; the new one is added to them while
   // there are fewer. Its state and ring may lie where the next ones do.
+  // With `int8_rows` a step's ring, sinks, store and exact heads are rows of bytes (`Int8`).
   // A store is read and written. A ring has `ring_room` tokens of memory, so that the next one can begin a token further.
   // Key-value head g of a step reads and writes the `places[g]`-th one of query, key, value and out. Exact heads have their
   // keys and values in the memory of a ring of `ring_room` tokens, and `keys` of them with the new one.

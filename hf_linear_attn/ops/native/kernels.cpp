@@ -26,9 +26,9 @@ int hla_bidirectional(const hla::Call* call) { DISPATCH(bidirectional, call) }
 int hla_causal(const hla::Call* call) { DISPATCH(dispatch_causal, call) }
 int hla_bidirectional_backward(const hla::Call* call) { DISPATCH(bidirectional_backward, call) }
 int hla_causal_step(const hla::Call* call) { DISPATCH(causal_step, call) }
-int hla_exact_step(const hla::Call* call) { DISPATCH(exact_step, call) }
+int hla_exact_step(const hla::Call* call) { DISPATCH(dispatch_exact_step, call) }
 int hla_windowed(const hla::Call* call) { DISPATCH(windowed, call) }
-int hla_windowed_step(const hla::Call* call) { DISPATCH(windowed_step, call) }
+int hla_windowed_step(const hla::Call* call) { DISPATCH(dispatch_windowed_step, call) }
 int hla_windowed_backward(const hla::Call* call) { DISPATCH(windowed_backward, call) }
 int hla_causal_backward(const hla::Call* call) { DISPATCH(causal_backward, call) }
 }

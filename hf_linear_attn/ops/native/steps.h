@@ -123,38 +123,44 @@ static int dispatch_causal(const Call& c) {
 // appended to the ring, and the row sees the new ring, the sinks before it and the store exactly (see ops/windowed.py). A
 // token that the mask drops has an output of zeros, and leaves everything as it is.
 
-// The ring [w, size] in float32 with padded rows; zeros where it holds no token. The last one always is one.
-template <typename T>
-static void read_ring(T* ring, int w, int size, const uint8_t* valid, float* to, int row) {
-  const Strided rows{ring, 0, 0, size};
-  read_rows<T>(rows, 0, 0, 0, w - 1, size, valid, to, row);
-  read_rows<T>(rows, 0, 0, w - 1, 1, size, nullptr, to + (size_t)(w - 1) * row, row);
+// Stored tokens [count, size] of type S.
+template <typename S>
+static Strided stored_rows(const S* tokens, int size) {
+  return {const_cast<S*>(tokens), 0, 0, stored_size<S>(size)};
+}
+
+// The ring [w, size] in float32 with padded rows; zeros where it holds no token. The last one is the new token itself.
+template <typename T, typename S>
+static void read_ring(const S* ring, int w, int size, const uint8_t* valid, const T* token, float* to, int row) {
+  read_rows<S>(stored_rows(ring, size), 0, 0, 0, w - 1, size, valid, to, row);
+  read_rows<T>(stored_rows(token, size), 0, 0, 0, 1, size, nullptr, to + (size_t)(w - 1) * row, row);
 }
 
 // The ring without its oldest token and with a new one: a token further in the same memory, or elsewhere.
-template <typename T>
-static void advance_ring(const T* ring, int w, int size, const T* token, T* next) {
-  if (next != ring + size) memmove(next, ring + size, (size_t)(w - 1) * size * sizeof(T));
-  memcpy(next + (size_t)(w - 1) * size, token, size * sizeof(T));
+template <typename T, typename S>
+static void advance_ring(const S* ring, int w, int size, const T* token, S* next) {
+  const int row = stored_size<S>(size);
+  if (next != ring + row) memmove(next, ring + row, (size_t)(w - 1) * row * sizeof(S));
+  store_token(token, size, next + (size_t)(w - 1) * row);
 }
 
 // The sinks of a head [s, size], with the new token while there are fewer.
-template <typename T>
-static T* add_sink(const Strided& sinks, long b, long g, long count, long max_count, int size, const T* token) {
-  T* rows = static_cast<T*>(sinks.data) + b * sinks.batch + g * sinks.head;
-  if (count < max_count) memcpy(rows + count * size, token, size * sizeof(T));
+template <typename T, typename S>
+static S* add_sink(const Strided& sinks, long b, long g, long count, long max_count, int size, const T* token) {
+  S* rows = static_cast<S*>(sinks.data) + b * sinks.batch + g * sinks.head;
+  if (count < max_count) store_token(token, size, rows + count * stored_size<S>(size));
   return rows;
 }
 
 // The key of the oldest token enters the store of a head in place of the one of least error, if its own is larger (see
 // ops/store.py). next_state and next_sum contain the key; phi_k are its features, value its value in float32.
-template <typename T>
-static void update_store(const Call& c, long stream, const float* phi_k, const float* value, const T* key, const T* own,
+template <typename S>
+static void update_store(const Call& c, long stream, const float* phi_k, const float* value, const S* key, const S* own,
                          float* recalled) {
-  const int d = c.size, e = c.value_size;
+  const int d = stored_size<S>(c.size), e = stored_size<S>(c.value_size);
   const float normaliser = std::max(step_row(c, stream, 1.0f, phi_k, phi_k, value, false, recalled), 1e-20f);
   float squares = 0.0f, size = 0.0f;
-  for (int j = 0; j < e; ++j) {
+  for (int j = 0; j < c.value_size; ++j) {
     squares += (recalled[j] / normaliser - value[j]) * (recalled[j] / normaliser - value[j]);
     size += value[j] * value[j];
   }
@@ -165,13 +171,13 @@ static void update_store(const Call& c, long stream, const float* phi_k, const f
     if (errors[j] < least) least = errors[leaves = j];
   if (leaves == c.store) return;
   const long later = c.store - 1 - leaves, last = c.store - 1;
-  T *keys = static_cast<T*>(c.store_key) + stream * c.store * d, *values = static_cast<T*>(c.store_value) + stream * c.store * e;
+  S *keys = static_cast<S*>(c.store_key) + stream * c.store * d, *values = static_cast<S*>(c.store_value) + stream * c.store * e;
   memmove(errors + leaves, errors + leaves + 1, later * sizeof(float));
-  memmove(keys + leaves * d, keys + (leaves + 1) * d, later * d * sizeof(T));
-  memmove(values + leaves * e, values + (leaves + 1) * e, later * e * sizeof(T));
+  memmove(keys + leaves * d, keys + (leaves + 1) * d, later * d * sizeof(S));
+  memmove(values + leaves * e, values + (leaves + 1) * e, later * e * sizeof(S));
   errors[last] = error;
-  memcpy(keys + last * d, key, d * sizeof(T));
-  memcpy(values + last * e, own, e * sizeof(T));
+  memcpy(keys + last * d, key, d * sizeof(S));
+  memcpy(values + last * e, own, e * sizeof(S));
 }
 
 // The log mixing weight of head h, for its query x.
@@ -189,9 +195,11 @@ static const T* token_of(const Call& c, const Strided& tensor, long b, long g) {
   return static_cast<const T*>(c.placed<T>(tensor, g, 1).data) + b * tensor.batch + g * tensor.head;
 }
 
-template <typename T>
+// With a state in type S.
+template <typename T, typename S>
 static int windowed_step(const Call& c) {
   const int x_row = c.x_row(), e = c.value_size, e_row = c.e_row(), w = c.window, n = (int)c.store;
+  const int key_size = stored_size<S>(c.size), value_size = stored_size<S>(e);
   return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
     FeatureBlock keys(c.key_map, workspace, 1), queries(c.query_map, workspace, 1), stored(c.key_map, workspace, n);
     float *stored_value = workspace.take((size_t)n * e_row), *recalled = workspace.take(n ? e_row : 0);
@@ -204,16 +212,16 @@ static int windowed_step(const Call& c) {
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
       const uint8_t *valid = c.ring_mask + b * w, *next_valid = valid + 1;  // of the new ring, but for its last token
-      const T* ring_key = static_cast<const T*>(c.ring_key) + stream * c.ring_room * c.size;
-      const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.ring_room * e;
-      T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.ring_room * c.size;
-      T* new_value = static_cast<T*>(c.next_ring_value) + stream * c.ring_room * e;
+      const S* ring_key = static_cast<const S*>(c.ring_key) + stream * c.ring_room * key_size;
+      const S* ring_value = static_cast<const S*>(c.ring_value) + stream * c.ring_room * value_size;
+      S* new_key = static_cast<S*>(c.next_ring_key) + stream * c.ring_room * key_size;
+      S* new_value = static_cast<S*>(c.next_ring_value) + stream * c.ring_room * value_size;
       const Strided query_rows = c.placed<T>(c.query, g, c.repeats()), out_rows = c.placed<T>(c.out, g, c.repeats());
       if (c.mask && !*c.mask_of(b)) {
         const std::vector<float> zeros(e_row);
         for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) write_rows<T>(out_rows, b, h, 0, 1, e, zeros.data(), e_row);
-        memmove(new_key, ring_key, (size_t)w * c.size * sizeof(T));
-        memmove(new_value, ring_value, (size_t)w * e * sizeof(T));
+        memmove(new_key, ring_key, (size_t)w * key_size * sizeof(S));
+        memmove(new_value, ring_value, (size_t)w * value_size * sizeof(S));
         const long numbers = c.num_features();
         memmove(c.next_state + stream * numbers * e, c.state + stream * numbers * e, numbers * e * sizeof(float));
         memmove(c.next_sum + stream * numbers, c.state_sum + stream * numbers, numbers * sizeof(float));
@@ -222,30 +230,30 @@ static int windowed_step(const Call& c) {
       const long oldest = c.count[b] - w;  // position of the token that leaves the ring
       const uint8_t is_far = valid[0] && oldest >= c.sinks;
       const int sinks = (int)std::max(0l, std::min<long>(oldest + 1, c.sinks));  // outside of the ring
-      const Strided key_rows{const_cast<T*>(ring_key), 0, 0, c.size}, value_rows{const_cast<T*>(ring_value), 0, 0, e};
       // Before the ring moves, which may be in place.
-      const std::vector<T> oldest_key(ring_key, ring_key + (n ? c.size : 0)), oldest_value(ring_value, ring_value + (n ? e : 0));
-      keys.read<T>(key_rows, 0, g, 0, 1, &is_far);
-      read_rows<T>(value_rows, 0, 0, 0, 1, e, &is_far, value, e_row);
+      const std::vector<S> oldest_key(ring_key, ring_key + (n ? key_size : 0)),
+          oldest_value(ring_value, ring_value + (n ? value_size : 0));
+      keys.read<S>(stored_rows(ring_key, c.size), 0, g, 0, 1, &is_far);
+      read_rows<S>(stored_rows(ring_value, e), 0, 0, 0, 1, e, &is_far, value, e_row);
       const T* token_key = token_of<T>(c, c.key, b, g);
       const T* token_value = token_of<T>(c, c.value, b, g);
-      advance_ring<T>(ring_key, w, c.size, token_key, new_key);
-      advance_ring<T>(ring_value, w, e, token_value, new_value);
+      advance_ring<T, S>(ring_key, w, c.size, token_key, new_key);
+      advance_ring<T, S>(ring_value, w, e, token_value, new_value);
       if (c.sinks) {
-        T* sink_keys = add_sink<T>(c.sink_key, b, g, c.count[b], c.sinks, c.size, token_key);
-        T* sink_values = add_sink<T>(c.sink_value, b, g, c.count[b], c.sinks, e, token_value);
-        read_rows<T>({sink_keys, 0, 0, c.size}, 0, 0, 0, sinks, c.size, nullptr, sink_key_buffer, x_row);
-        read_rows<T>({sink_values, 0, 0, e}, 0, 0, 0, sinks, e, nullptr, sink_value_buffer, e_row);
+        const S* sink_keys = add_sink<T, S>(c.sink_key, b, g, c.count[b], c.sinks, c.size, token_key);
+        const S* sink_values = add_sink<T, S>(c.sink_value, b, g, c.count[b], c.sinks, e, token_value);
+        read_rows<S>(stored_rows(sink_keys, c.size), 0, 0, 0, sinks, c.size, nullptr, sink_key_buffer, x_row);
+        read_rows<S>(stored_rows(sink_values, e), 0, 0, 0, sinks, e, nullptr, sink_value_buffer, e_row);
       }
-      const bool contiguous_float32 = std::is_same<T, float>::value && c.size == x_row && e == e_row &&
+      const bool contiguous_float32 = std::is_same<S, float>::value && c.size == x_row && e == e_row &&
                                       std::find(next_valid, next_valid + w - 1, 0) == next_valid + w - 1;
       const float *near_key = key_buffer, *near_value = value_buffer;
       if (contiguous_float32) {
         near_key = reinterpret_cast<const float*>(new_key);
         near_value = reinterpret_cast<const float*>(new_value);
       } else {
-        read_ring<T>(new_key, w, c.size, next_valid, key_buffer, x_row);
-        read_ring<T>(new_value, w, e, next_valid, value_buffer, e_row);
+        read_ring<T, S>(new_key, w, c.size, next_valid, token_key, key_buffer, x_row);
+        read_ring<T, S>(new_value, w, e, next_valid, token_value, value_buffer, e_row);
       }
 
       for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) {
@@ -256,13 +264,13 @@ static int windowed_step(const Call& c) {
         float normaliser = step_row(c, stream, 1.0f, keys.features, queries.features, value, h == g * c.repeats(), out);
         const float* errors = c.store_error + stream * n;
         if (n && h == g * c.repeats()) {
-          if (is_far) update_store<T>(c, stream, keys.features, value, oldest_key.data(), oldest_value.data(), recalled);
+          if (is_far) update_store<S>(c, stream, keys.features, value, oldest_key.data(), oldest_value.data(), recalled);
           FeatureBlock part = stored;
-          const Strided stored_rows{static_cast<T*>(c.store_key) + stream * n * c.size, 0, 0, c.size};
+          const S *keys = static_cast<S*>(c.store_key) + stream * n * key_size,
+                  *values = static_cast<S*>(c.store_value) + stream * n * value_size;
           for (int j = 0; j < n; j += BLOCK, part.x += BLOCK * part.x_row, part.features += BLOCK * part.row)
-            part.read<T>(stored_rows, 0, g, j, (int)std::min<long>(BLOCK, n - j), nullptr);
-          const Strided rows{static_cast<T*>(c.store_value) + stream * n * e, 0, 0, e};
-          read_rows<T>(rows, 0, 0, 0, n, e, nullptr, stored_value, e_row);
+            part.read<S>(stored_rows(keys, c.size), 0, g, j, (int)std::min<long>(BLOCK, n - j), nullptr);
+          read_rows<S>(stored_rows(values, e), 0, 0, 0, n, e, nullptr, stored_value, e_row);
         }
         const int others = w + sinks, all = others + n;
         float top = -INFINITY, *sink_weights = weights + w, *stored_weights = weights + others;
@@ -309,11 +317,11 @@ static int windowed_step(const Call& c) {
 
 // One token of exact attention, whose key and value are appended to those of the tokens before it. `ring_mask`
 // [B, ring_room], where there is one, says which of these are tokens; `mask` says so of the new one.
-template <typename T>
+template <typename T, typename S>
 static int exact_step(const Call& c) {
   const int d = c.size, e = c.value_size, x_row = c.x_row(), e_row = c.e_row(), repeats = (int)c.repeats();
   const long n = c.keys, row = (n + LANES - 1) / LANES * LANES;
-  const bool in_place = std::is_same<T, float>::value && d == x_row && e == e_row;
+  const bool in_place = std::is_same<S, float>::value && d == x_row && e == e_row;
   return run_parallel<float>(c.threads, [&](Workspace& workspace) {
     float *x = workspace.take((size_t)repeats * x_row), *out = workspace.take((size_t)repeats * e_row);
     float *weights = workspace.take((size_t)repeats * row), *block = workspace.take((size_t)BLOCK * std::max(x_row, e_row));
@@ -322,22 +330,29 @@ static int exact_step(const Call& c) {
 #pragma omp for schedule(static)
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
-      T* keys = static_cast<T*>(c.next_ring_key) + stream * c.ring_room * d;
-      T* values = static_cast<T*>(c.next_ring_value) + stream * c.ring_room * e;
+      const int key_size = stored_size<S>(d), value_size = stored_size<S>(e);
+      S* keys = static_cast<S*>(c.next_ring_key) + stream * c.ring_room * key_size;
+      S* values = static_cast<S*>(c.next_ring_value) + stream * c.ring_room * value_size;
       // Padding may hold anything, NaN too.
       const bool real = !c.mask || *c.mask_of(b);
-      const Strided key_rows{keys, 0, 0, d}, value_rows{values, 0, 0, e};
-      memset(keys + (n - 1) * d, 0, d * sizeof(T));
-      memset(values + (n - 1) * e, 0, e * sizeof(T));
-      if (real) memcpy(keys + (n - 1) * d, token_of<T>(c, c.key, b, g), d * sizeof(T));
-      if (real) memcpy(values + (n - 1) * e, token_of<T>(c, c.value, b, g), e * sizeof(T));
+      const T *token_key = token_of<T>(c, c.key, b, g), *token_value = token_of<T>(c, c.value, b, g);
+      memset(keys + (n - 1) * key_size, 0, key_size * sizeof(S));
+      memset(values + (n - 1) * value_size, 0, value_size * sizeof(S));
+      if (real) store_token(token_key, d, keys + (n - 1) * key_size);
+      if (real) store_token(token_value, e, values + (n - 1) * value_size);
+      // Some stored tokens in float32, of which the last one of all is the new token itself.
+      const auto read_block = [&](const S* tokens, int size, const T* token, long start, int count, int to_row) {
+        read_rows<S>(stored_rows(tokens, size), 0, 0, start, count, size, nullptr, block, to_row);
+        if (real && start + count == n) read_row(token, size, block + (size_t)(count - 1) * to_row);
+        return static_cast<const float*>(block);
+      };
       const uint8_t* valid = c.next_ring_mask ? c.next_ring_mask + b * c.ring_room : nullptr;
       for (int r = 0; r < repeats; ++r)
         read_rows<T>(c.placed<T>(c.query, g, repeats), b, g * repeats + r, 0, 1, d, c.mask_of(b), x + r * x_row, x_row);
       for (long start = 0; start < n; start += BLOCK) {
         const int count = (int)std::min<long>(n - start, BLOCK);
         const float* near = reinterpret_cast<const float*>(keys + start * d);
-        if (!in_place) read_rows<T>(key_rows, 0, 0, start, count, d, nullptr, block, x_row), near = block;
+        if (!in_place) near = read_block(keys, d, token_key, start, count, x_row);
         for (int t = 0; t < count; ++t)
           for (int r = 0; r < repeats; ++r) {
             const bool seen = !valid || (start + t == n - 1 ? real : valid[start + t] != 0);
@@ -359,7 +374,7 @@ static int exact_step(const Call& c) {
       for (long start = 0; start < n; start += BLOCK) {
         const int count = (int)std::min<long>(n - start, BLOCK);
         const float* near = reinterpret_cast<const float*>(values + start * e);
-        if (!in_place) read_rows<T>(value_rows, 0, 0, start, count, e, nullptr, block, e_row), near = block;
+        if (!in_place) near = read_block(values, e, token_value, start, count, e_row);
         multiply(repeats, e_row, count, weights + start, row, 1, near, e_row, out, e_row, true);
       }
       for (int r = 0; r < repeats; ++r)
@@ -368,6 +383,15 @@ static int exact_step(const Call& c) {
 #pragma omp single
     for (long b = 0; c.next_ring_mask && b < c.batch; ++b) c.next_ring_mask[b * c.ring_room + n - 1] = !c.mask || *c.mask_of(b);
   });
+}
+
+template <typename T>
+static int dispatch_windowed_step(const Call& c) {
+  return c.int8_rows ? windowed_step<T, Int8>(c) : windowed_step<T, T>(c);
+}
+template <typename T>
+static int dispatch_exact_step(const Call& c) {
+  return c.int8_rows ? exact_step<T, Int8>(c) : exact_step<T, T>(c);
 }
 
 }  // namespace hla

@@ -79,7 +79,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
 def is_kernel_step(call: WindowedCall, state: State) -> bool:
     """Whether the kernel for one token applies: it reads whole vectors of a state and a ring of the inputs' dtype."""
     query, window = call.query, call.window
-    if query.shape[2] != 1 or call.value.shape[3] % binding.lanes() or call.cache_dtype is not None:
+    if query.shape[2] != 1 or call.value.shape[3] % binding.lanes():
         return False
     batch, groups, _, size = call.key.shape
     expected: dict[str, tuple[int, ...]] = {"ring_mask": (batch, window), "count": (batch,)}
@@ -98,7 +98,7 @@ def is_kernel_step(call: WindowedCall, state: State) -> bool:
 
 
 def _step(call: WindowedCall, state: State, learned: Tensors, numbers: Numbers) -> tuple[Tensor, State]:
-    numbers["ring_room"] = call.window
+    numbers |= {"ring_room": call.window, "int8_rows": call.cache_dtype is torch.int8}
     inputs = {**learned, "query": call.query, "key": call.key, "value": call.value}
     if call.mask is not None:
         inputs["mask"] = call.mask
