@@ -101,17 +101,15 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     if "cosine" in (state.get("teacher") or ()):  # of embeddings, whose loss is 1 - cosine
         metric, higher = "cosine", True
     student = state.get("distilled") or state.get("transferred") or {}
-    name, base = ("control", state["control"]) if state.get("control") else ("teacher", state.get("teacher") or {})
-    own, reference = (math.nan if side.get(metric) is None else side[metric] for side in (student, base))
+    name = "control" if state.get("control") else "teacher"
+    base = state.get(name) or {}
+    own, reference = (math.nan if values.get(metric) is None else values[metric] for values in (student, base))
     if not (math.isfinite(own) and math.isfinite(reference)):
         return ""
-    problem = _cannot_judge(facts, state, metric, higher)
-    if problem:
+    problem = _inconclusive(facts, state, metric, higher)
+    if problem or reference <= 0:
         return problem
-    rows, sentence = validation_rows(facts), ""
-    texts = [with_error(metric, side, rows) for side in (student, base)]
-    if reference <= 0:
-        return ""
+    texts = [with_error(metric, values, validation_rows(facts)) for values in (student, base)]
     if own != reference and (own > reference) is higher:
         sentence = f"The {metric} is better than the {name}'s, {texts[0]} against {texts[1]}."
     elif higher:
@@ -123,9 +121,9 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     return sentence
 
 
-def _cannot_judge(facts: dict[str, Any], state: dict[str, Any], metric: str, higher: bool) -> str:
+def _inconclusive(facts: dict[str, Any], state: dict[str, Any], metric: str, higher: bool) -> str:
     """Return why the data cannot measure attention; empty if they can."""
-    teacher, rows = state.get("teacher") or {}, validation_rows(facts)
+    teacher, without, rows = state.get("teacher") or {}, state.get("no attention") or {}, validation_rows(facts)
     value, floor = teacher.get(metric), facts.get("most_frequent_answer")
     if value is None:
         return ""
@@ -133,13 +131,12 @@ def _cannot_judge(facts: dict[str, Any], state: dict[str, Any], metric: str, hig
         constant = f"that of always giving the most frequent answer ({floor:.2f})"
         reason = "it has not learned the task, so nothing can be said about attention."
         return f"The teacher's {metric} ({value:.2f}) is not clearly better than {constant}: {reason}"
-    without = state.get("no attention") or {}
     if metric not in without:
         return ""
-    errors = [standard_error(metric, side, rows) or 0.0 for side in (teacher, without)]
-    if assess(None, value, without[metric], higher_is_better=higher, stderr=math.hypot(*errors)).valid:
+    stderr = math.hypot(*(standard_error(metric, values, rows) or 0.0 for values in (teacher, without)))
+    if assess(None, value, without[metric], higher_is_better=higher, stderr=stderr).valid:
         return ""
-    texts = [with_error(metric, side, rows) for side in (teacher, without)]
+    texts = [with_error(metric, values, rows) for values in (teacher, without)]
     return (
         f"These data cannot measure attention: the teacher's {metric} ({texts[0]}) is not clearly better than with its "
         f"attention switched off ({texts[1]}). Give longer texts, or those that the model was made for."

@@ -83,7 +83,7 @@ def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
     if evaluation.lengths(FORWARD):
         drawings["quality_vs_speed"] = _quality_vs_speed
     if len(evaluation.select("fidelity", "output_error")):
-        drawings["fidelity"] = _fidelity
+        drawings["fidelity"] = draw_fidelity
     if len(evaluation.select("recall", "recall_at")):
         drawings["recall"] = _recall
     for name, panels in CURVES.items():
@@ -136,9 +136,12 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     return figure
 
 
-def _fidelity(evaluation: Evaluation) -> Any:
+def draw_fidelity(evaluation: Evaluation) -> Any:
+    """Draw the errors of the attention outputs by mechanism and layer."""
     rows = evaluation.select("fidelity", "output_error", before=False)
-    table = rows.pivot_table("value", "label", "layer").reindex(evaluation.mechanisms).dropna()
+    table = (
+        rows.pivot_table("value", "label", "layer").reindex(evaluation.mechanisms).dropna(how="all")
+    )  # a layer may be exact
     figure, axes = new_figure(0.36 * len(table) + 1.6)
     highest = max(1.0, float(table.max().max()))
     image = axes.imshow(table, aspect="auto", cmap="viridis_r", vmin=0.0, vmax=highest)

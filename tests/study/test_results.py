@@ -9,6 +9,7 @@ import pandas
 import pytest
 
 from hf_linear_attn.measure.quality import PERPLEXITY, Score
+from hf_linear_attn.study import plots
 from hf_linear_attn.study.records import Conditions, Records
 from hf_linear_attn.study.results import Evaluation
 
@@ -156,6 +157,19 @@ def test_a_speed_that_varies_more_than_it_differs_is_not_stated() -> None:
     assert conclusion.worthwhile is None
     sure = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 10.0, "without attention": 20.0}, spread=(1.8, 2.5))
     assert sure.summary()["forward at 512"]["elu"] == "2.00×"
+
+
+def test_a_conversion_with_exact_layers_is_in_the_map_of_errors() -> None:
+    result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 12.0, CONVERTED: 11.0, "without attention": 20.0})
+    records = result.records
+    assert records is not None
+    for label, state, layers in (("elu", "untrained", (0, 1)), (CONVERTED, "converted", (1,))):
+        errors = [{"metric": "output_error", "value": 0.5, "layer": layer, "head": 0} for layer in layers]
+        records.add(Conditions("model", "", label, "fidelity", state), errors, label=label)
+    figure = plots.draw_fidelity(Evaluation(records.to_frame(), result.info, records))
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["elu", CONVERTED]
+    assert axes.images[0].get_array().mask.tolist() == [[False, False], [True, False]]
 
 
 def test_lengths_beyond_the_positions_are_marked_with_the_line_that_says_so() -> None:
