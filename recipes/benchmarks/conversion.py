@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser
-from rich.console import Console
+import yaml
 from transformers import AutoConfig
 
 import hf_linear_attn as hla
@@ -22,11 +21,10 @@ from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
-from hf_linear_attn.study import convert as training
 from hf_linear_attn.study.loading import is_decoder, load_exact
-from hf_linear_attn.study.settings import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData
+from hf_linear_attn.study.settings import PYTHON_DOCUMENTATION
 from hf_linear_attn.training.models import load_tokenizer
-from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
+from hf_linear_attn.training.options import FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy
 
 from . import workloads
@@ -37,32 +35,22 @@ CONTROL = "softmax"
 STAGES = ("teacher", "patched", "transferred", "distilled")
 
 
-def read_config(path: str | Path) -> ConvertConfig:
+Options = dict[str, Any]
+
+
+def read_options(path: str | Path) -> Options:
     """Return the options of a conversion in a YAML file."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(ConvertConfig)
-    return ConvertConfig(**vars(parser.instantiate(parser.parse_path(str(path)))))
+    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
 
 
-def finetune_config(base: ConvertConfig, stage: StageConfig, **changes: Any) -> FinetuneConfig:
-    """Return the options of a fine-tuning with one stage of a conversion, and with changes."""
-    shared = {entry.name: getattr(base, entry.name) for entry in fields(TrainingRunConfig)}
-    train = StageConfig(**{entry.name: getattr(stage, entry.name) for entry in fields(StageConfig)})
-    return FinetuneConfig(**{**shared, "attention": None, "options": {}, **changes}, train=train)
-
-
-def finetune_once(config: FinetuneConfig) -> Path:
-    """Return the folder of a fine-tuned model; a run that was interrupted goes on."""
-    folder = Path(str(config.output))
-    if not (folder / "results.json").exists():
-        training.finetune(replace(config, resume=folder.exists()), console=Console(stderr=True))
-    return folder / "model"
-
-
-def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that say how a model is trained, not where it is."""
-    data = {name: value for name, value in config["data"].items() if name not in ("folder", "dataset")}
-    return {**config, "data": data, "model": None, "tokenizer": None, "plan": None, "output": None, "resume": None}
+def finetuned(options: Options, stage: str, *, output: Path, **changes: Any) -> Path:
+    """Fine-tune with one stage of the options of a conversion, unless that is done; return the folder of the model."""
+    train = {name: value for name, value in options[stage].items() if name in StageConfig.__dataclass_fields__}
+    shared = {name: value for name, value in options.items() if name in FinetuneConfig.__dataclass_fields__}
+    if not (output / "results.json").exists():
+        fixed = {"attention": None, "train": train, "output": str(output), "resume": output.exists()}
+        hla.finetune(**shared | changes | fixed)
+    return output / "model"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -117,35 +105,26 @@ def glue(
         variants: distilled, no distillation.
         seeds: Of data, training and random features.
     """
-    base = read_config(config)
+    options = read_options(config)
+    base = {**options, "teacher": {"num_train_epochs": 0.0}}
     with tempfile.TemporaryDirectory() as work:
-        for seed in seeds:
-            for task in tasks:
-                data = replace(base.data, task=task, folder=folder)
-                exact = finetune_config(base, base.teacher, model=model, data=data, seed=seed)
-                exact = replace(exact, output=f"{work}/{task}-{seed}")
-                for variant in variants:
-                    for mechanism in (None, *mechanisms):
-                        row = {} if mechanism is None else MECHANISMS.get(mechanism, {})
-                        changed = replace(
-                            base,
-                            **{"attention": mechanism, "control": mechanism is None, **row},
-                            data=data,
-                            distill=replace(base.distill, **VARIANTS[variant]),
-                            teacher=replace(base.teacher, num_train_epochs=0.0, max_steps=None),
-                            seed=seed,
-                        )
-                        facts = {"model": Path(model).name, "task": task, "seed": seed}
-                        facts |= {"mechanism": mechanism or CONTROL, "variant": variant}
-                        yield Cell(facts, partial(_converted, changed, exact), without_paths(asdict(changed)))
+        for seed, task, variant, mechanism in product(seeds, tasks, variants, (None, *mechanisms)):
+            data = {**options["data"], "task": task, "folder": folder}
+            own = {"model": model, "data": data, "seed": seed}
+            exact = partial(finetuned, options, "teacher", output=Path(work, f"{task}-{seed}"), **own)
+            row = {"attention": mechanism, **MECHANISMS.get(str(mechanism), {})}
+            changed = {**base, **row, "control": mechanism is None, "seed": seed}
+            changed["distill"] = {**base["distill"], **VARIANTS[variant]}
+            facts = {"model": Path(model).name, "task": task, "seed": seed}
+            facts |= {"mechanism": mechanism or CONTROL, "variant": variant}
+            yield Cell(facts, partial(_converted, exact, {**changed, "data": data}), changed)
 
 
-def _converted(config: ConvertConfig, exact: FinetuneConfig) -> Rows:
+def _converted(exact: Callable[[], Path], options: Options) -> Rows:
     """Convert the fine-tuned model, and keep the numbers only."""
-    teacher, began = finetune_once(exact), time.perf_counter()
+    model, began = str(exact()), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        chosen = replace(config, model=str(teacher), output=f"{folder}/converted")
-        results = training.convert(chosen, console=Console(stderr=True))
+        results = hla.convert(**options, model=model, output=f"{folder}/converted")
     stages = {stage: results["stages"][stage] for stage in STAGES if stage in results["stages"]}
     seconds = round(time.perf_counter() - began, 1)
     facts = {name: results[name] for name in ("learned_parameters", "data")}
@@ -178,15 +157,15 @@ def fidelity(
     """
     source, name = resolve_model(model)
     decoder = is_decoder(AutoConfig.from_pretrained(source))
+    options = {"data": dataset or PYTHON_DOCUMENTATION, "steps": steps, "seeds": (seed,), "name": name}
     for mechanism in workloads.mechanism_names(attention, decoder):
-        data = EvaluationData(dataset=dataset or PYTHON_DOCUMENTATION)
-        config = EvaluateConfig(attention=(mechanism,), data=data, steps=steps, seeds=(seed,), name=name)
         facts = {"model": Path(name).name, "attention": mechanism}
-        yield Cell(facts, partial(_fidelity, source, config, decoder), {"steps": steps, "seed": seed})
+        call = partial(_fidelity, source, {**options, "attention": (mechanism,)}, decoder)
+        yield Cell(facts, call, {"steps": steps, "seed": seed})
 
 
-def _fidelity(source: str, config: EvaluateConfig, decoder: bool) -> Rows:
-    table = hla.evaluate(source, config=config, timing=False).table
+def _fidelity(source: str, options: Options, decoder: bool) -> Rows:
+    table = hla.evaluate(source, timing=False, **options).table
     table = table[table["layer"].isna() & table["state"].isin(["untrained", "transferred"])]
     task = {"perplexity": "perplexity"} if decoder else {"cosine": "sentence_cosine"}
     names = {"kl": "kl", "output_error": "output_error", "final_cosine": "final_cosine", **task}

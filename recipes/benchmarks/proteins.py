@@ -11,7 +11,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,11 @@ import hf_linear_attn as hla
 from hf_linear_attn.data.text import padded_batches
 from hf_linear_attn.measure.memory import peak_memory
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
-from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.files import write_json
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.timing import sample_interleaved
 
-from .conversion import CONFIGS, finetune_config, finetune_once, read_config, without_paths
+from .conversion import CONFIGS, Options, finetuned, read_options
 from .runner import Cell, Cells, Rows
 from .workloads import ratio, spread
 
@@ -88,17 +86,17 @@ def proteins(
         scored: Held-out proteins of up to 1,024 residues to score, beside all longer ones.
         seeds: Of training and random features.
     """
-    base, folder = read_config(config), Path(work)
+    base, folder = read_options(config), Path(work)
     if not (folder / "scored.csv").exists():
-        write_proteins(Path(source), folder, (base.data.max_length or 512) - 2, scored)
+        write_proteins(Path(source), folder, base["data"]["max_length"] - 2, scored)
     jobs = [(name, length, False) for length in lengths for name in variants]
     jobs += [(name, min(lengths), True) for name in pieces]
     for seed in seeds:
-        chosen = replace(base, seed=seed)
+        options = {**base, "seed": seed}
         for name, length, in_pieces in jobs:
-            facts = {"variant": name, "length": length, "steps": base.distill.max_steps, "seed": seed}
-            call = partial(_trained_and_scored, chosen, name, folder, length, in_pieces)
-            yield Cell({**facts, "pieces": in_pieces}, call, without_paths(asdict(chosen)))
+            facts = {"variant": name, "length": length, "steps": base["distill"]["max_steps"], "seed": seed}
+            call = partial(_trained_and_scored, options, name, folder, length, in_pieces)
+            yield Cell({**facts, "pieces": in_pieces}, call, options)
 
 
 def write_proteins(source: Path, folder: Path, short_length: int, scored: int) -> None:
@@ -130,25 +128,25 @@ def write_proteins(source: Path, folder: Path, short_length: int, scored: int) -
     test.sort_values("length", kind="stable").to_csv(folder / "scored.csv", index=False)  # for little padding
 
 
-def _trained_and_scored(base: ConvertConfig, name: str, folder: Path, length: int, in_pieces: bool) -> Rows:
+def _trained_and_scored(options: Options, name: str, folder: Path, length: int, in_pieces: bool) -> Rows:
     """Train at a length, unless that model is there already, and score."""
-    seed_folder, layers, slug = folder / f"seed{base.seed}", VARIANTS[name], name.replace(" + ", "-")
-    out, plan = seed_folder / f"{slug}-{length}", None
+    seed_folder, layers, slug = folder / f"seed{options['seed']}", VARIANTS[name], name.replace(" + ", "-")
+    plan, out, data = None, seed_folder / f"{slug}-{length}", options["data"]
     if layers is not None:
         plan = str(seed_folder / f"{slug}-plan.json")
         write_json(Path(plan), layers)
-    first: dict[str, Any] = {"tokenizer": str(folder / "tokenizer"), "plan": plan}
-    first |= {"data": replace(base.data, dataset=str(folder / "short")), "output": str(seed_folder / f"{slug}-short")}
-    short = finetune_once(finetune_config(base, base.teacher, **first))
-    then: dict[str, Any] = {"model": str(short), "model_type": None, "config_overrides": {}, "max_length": length}
-    then |= {"data": replace(base.data, dataset=str(folder / "long"), max_length=length), "output": str(out)}
-    path = finetune_once(finetune_config(base, base.distill, **then))
+    first: Options = {"tokenizer": str(folder / "tokenizer"), "plan": plan}
+    first["data"] = {**data, "dataset": str(folder / "short")}
+    short = finetuned(options, "teacher", output=seed_folder / f"{slug}-short", **first)
+    then: Options = {"model": str(short), "model_type": None, "config_overrides": {}, "max_length": length}
+    then["data"] = {**data, "dataset": str(folder / "long"), "max_length": length}
+    path = finetuned(options, "distill", output=out, **then)
     model = hla.load_pretrained(str(path)) if layers else AutoModelForSequenceClassification.from_pretrained(path)
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    data, tokens = results["data"], results["stages"]["train"]["tokens"]
-    training = {"tokens": tokens, "truncated": data["train_truncated"], "training_rows": data["train_rows"]}
+    tokens, facts = results["stages"]["train"]["tokens"], results["data"]
+    training = {"tokens": tokens, "truncated": facts["train_truncated"], "training_rows": facts["train_rows"]}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    strata = score(model.eval(), folder, length, in_pieces, base.bf16)
+    strata = score(model.eval(), folder, length, in_pieces, options["bf16"])
     return [{"layers": layers, "strata": strata, "training": training, "parameters": parameters}]
 
 
@@ -231,7 +229,7 @@ def costs(
         inputs: Number of proteins.
         rounds: Rounds of timing.
     """
-    folder, bf16 = Path(work), read_config(config).bf16
+    folder, bf16 = Path(work), read_options(config)["bf16"]
     tokenizer, rows = AutoTokenizer.from_pretrained(folder / "tokenizer"), pd.read_csv(folder / "scored.csv")
     texts = [*rows[rows["length"] > LONG]["text"]]
     random.Random(0).shuffle(texts)

@@ -14,6 +14,8 @@ import yaml
 from sklearn.metrics import matthews_corrcoef
 
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.training.options import ConvertConfig
+from hf_linear_attn.utils.options import make_config
 from recipes.benchmarks import conversion, proteins
 from recipes.tables import read_json
 from tests.cases import entries, serves
@@ -37,7 +39,8 @@ def short_config(path: Path, name: str, **changes: Any) -> str:
 
 @pytest.mark.parametrize("name", ["glue", "proteins"])
 def test_committed_options_can_be_read(name: str) -> None:
-    assert conversion.read_config(conversion.CONFIGS / f"{name}.yaml").save_steps == 0
+    options = conversion.read_options(conversion.CONFIGS / f"{name}.yaml")
+    assert make_config(ConvertConfig, None, options).save_steps == 0
 
 
 @pytest.mark.slow
