@@ -36,9 +36,8 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
-from .budget import Budget
+from .budget import Budget, Choice, choose
 from .card import exactness, model_card, results_table, speed_table
-from .decision import Choice, choose
 from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_linear_attn as hla
-from hf_linear_attn.study.stage_log import StageLog
+from hf_linear_attn.study.stages import StageLog
 from hf_linear_attn.training.distillation import (
     DistillationConfig,
     DistillationTrainer,
