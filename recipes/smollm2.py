@@ -31,7 +31,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from typing import Any
 import matplotlib
 import pandas as pd
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
@@ -54,7 +53,6 @@ from hf_linear_attn.measure.recall import Recall
 from hf_linear_attn.measure.speed import measure_decoding
 from hf_linear_attn.mechanisms.window import CLOSED_MIX, WindowOptions
 from hf_linear_attn.study.card import public_options
-from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.loading import load_exact
 from hf_linear_attn.study.plots import STYLE, new_figure, png
 from hf_linear_attn.study.records import Conditions
@@ -118,6 +116,8 @@ class RecipeConfig(ConvertConfig):
             raise OptionError("variants", f"near and store need the attention 'window', got {self.attention!r}.")
         if not 0 < self.exact_share < 1:
             raise OptionError("exact_share", f"must be a number above 0 and below 1, got {self.exact_share!r}.")
+        if None in (self.output, self.test_text, self.data.dataset):
+            raise OptionError("output", "give it, and data.dataset and test_text.")
 
 
 class Variants:
@@ -208,20 +208,17 @@ class Variants:
             hla.patch_model(hla.unpatch_model(model), self.plan(variant)).load_state_dict(state)
             model.save_pretrained(folder / "model")
             return model
-        shared = {field.name: getattr(self.config, field.name) for field in fields(ConvertConfig)}
         # The plans below have the exact heads.
-        changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0}
+        changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0, "control": variant == CONTROL}
         changes |= {"output": str(folder), "resume": folder.exists()}
-        if variant == CONTROL:
-            changes["control"] = True
-        else:
+        if variant != CONTROL:
             path = self.folder / "plans" / f"{variant}.json"
             write_json(path, self.plan(variant))
             changes["plan"] = str(path)
         if variant == "linear":
             steps = self.config.transfer.max_steps or self.config.distill.max_steps
-            changes["transfer"] = replace(self.config.transfer, max_steps=steps)
-        convert(ConvertConfig(**{**shared, **changes}), console=Console(stderr=True))
+            changes["transfer"] = to_dict(replace(self.config.transfer, max_steps=steps))
+        hla.convert(self.config, **changes)
         return self.load(variant)
 
     def load(self, variant: str) -> PreTrainedModel:
@@ -287,20 +284,11 @@ class Variants:
             records = {one: self.study.records.latest(self.conditions(name, one)) for one in MEASUREMENTS}
             known = {one: record.values[0]["value"] for one, record in records.items() if record is not None}
             measured |= {name: known} if "perplexity" in known else {}  # others were measured with other options
-        write_json(
-            self.folder / "results.json",
-            {"config": public_options(self.config), "heads": self.heads, "stages": self._stages(measured), **measured},
-        )
+        runs = {name: self.folder / name / "results.json" for name in measured}
+        stages = {name: json.loads(path.read_bytes())["stages"] for name, path in runs.items() if path.exists()}
+        facts = {"config": public_options(self.config), "heads": self.heads, "stages": stages}
+        write_json(self.folder / "results.json", {**facts, **measured})
         atomic_write(self.folder / "loss-by-position.png", loss_plot(measured))
-        samples = [
-            f"**{prompt}** ...\n\n"
-            + "\n".join(
-                f"- {name}: {' '.join(one['samples'][index].split())}"
-                for name, one in measured.items()
-                if "samples" in one
-            )
-            for index, prompt in enumerate(PROMPTS)
-        ]
         parts = [
             "# A language model converted, and what it still knows of what lies far back",
             summary_table(measured).to_markdown(index=False, disable_numparse=True),
@@ -308,15 +296,12 @@ class Variants:
             "depths, by the length of the prompt; the time of a new token is divided by that of the exact model.",
             "![Loss by position](loss-by-position.png)",
             "## Greedy samples",
-            *samples,
         ]
+        for index, prompt in enumerate(PROMPTS):
+            texts = {name: one["samples"][index] for name, one in measured.items() if "samples" in one}
+            lines = [f"- {name}: {' '.join(text.split())}" for name, text in texts.items()]
+            parts.append("\n".join([f"**{prompt}** ...", "", *lines]))
         atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
-
-    def _stages(self, measured: dict[str, Any]) -> dict[str, Any]:
-        """What `convert` recorded of the training of each variant."""
-        paths = {name: self.folder / name / "results.json" for name in measured}
-        texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.exists()}
-        return {name: json.loads(text)["stages"] for name, text in texts.items()}
 
 
 def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
@@ -328,7 +313,7 @@ def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
             row[f"perplexity, {result['context']:,}"] = f"{result['perplexity']:.2f}"
         recall = Recall(pd.DataFrame(one.get("recall", ()), columns=["length", "score"])).summary(["length"])
         for length, part in recall.iterrows():
-            row[f"recall, {length:,}"] = f"{part['score']:.0%} [{part['low']:.0%}, {part['high']:.0%}]"
+            row[f"recall, {length:,}"] = "{:.0f} % [{:.0f}, {:.0f}]".format(*100 * part[["score", "low", "high"]])
         for step in one.get("decoding", ()):
             own, exact = ({item["metric"]: item["value"] for item in step[key]} for key in ("own", EXACT))
             row[f"time of a token, {step['context']:,}"] = f"{own['seconds'] / exact['seconds']:.2f}"
@@ -356,16 +341,13 @@ def loss_plot(measured: dict[str, Any]) -> bytes:
         return png(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    argv = with_default_config(arguments, str(CONFIG))
-    return exit_code(lambda: run(argv))
+def main(arguments: Sequence[str] | None = None) -> None:
+    argv, description = with_default_config(arguments, CONFIG), str(__doc__).split("\n\n", 1)[0]
+    run(parse_config(RecipeConfig, argv, program="smollm2.py", description=description))
 
 
-def run(arguments: Sequence[str]) -> int:
-    description = str(__doc__).split("\n\n", 1)[0]
-    config = parse_config(RecipeConfig, arguments, program="smollm2.py", description=description)
-    if config.output is None or config.test_text is None or config.data.dataset is None:
-        raise OptionError("output", "give it, and data.dataset and test_text.")
+def run(config: RecipeConfig) -> None:
+    """Train and measure all variants."""
     if config.model is None:
         config = replace(config, model=resolve_model(SMOLLM2)[0])
     with open_study(config.output, "smollm2", public_options(config), resume=True) as study:
@@ -374,8 +356,7 @@ def run(arguments: Sequence[str]) -> int:
         for variant in config.variants:
             variants.measure_all(variant)
             variants.report()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

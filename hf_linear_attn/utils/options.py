@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
 
@@ -178,10 +178,15 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], section:
 
 
 def make_config(config_class: type[Config], config: Config | None, options: Mapping[str, Any]) -> Config:
-    """Return the config with further options, or the one that options make by themselves. Errors as `build_config`."""
+    """Return the config with further options, or the one that options make by themselves. Errors as `build_config`.
+
+    Of a config of a subclass, whose further fields are its own, those of `config_class` count.
+    """
     if config is not None and not options:
         return config
-    return build_config(config_class, (to_dict(config) if config is not None else {}) | dict(options))
+    known = to_dict(config) if config is not None else {}
+    names = {entry.name for entry in fields(cast(Any, config_class))}
+    return build_config(config_class, {name: known[name] for name in known if name in names} | dict(options))
 
 
 def default_of(config_class: Any, name: str) -> Any:

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 import hf_linear_attn as hla
-from recipes.sentence_encoder import main
+from hf_linear_attn.cli.parser import exit_code
+from recipes import sentence_encoder
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import save_text
+
+
+def main(arguments: list[str]) -> int:
+    return exit_code(lambda: sentence_encoder.main(arguments))
 
 
 def arguments_of(folder: Path) -> list[str]:

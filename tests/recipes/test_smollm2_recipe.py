@@ -9,9 +9,14 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from recipes.smollm2 import main
+from hf_linear_attn.cli.parser import exit_code
+from recipes import smollm2
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import save_text
+
+
+def main(arguments: list[str]) -> int:
+    return exit_code(lambda: smollm2.main(arguments))
 
 
 def arguments_of(folder: Path, *more: str) -> list[str]:

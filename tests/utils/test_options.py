@@ -11,7 +11,15 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from hf_linear_attn.utils.options import OptionError, check_exclusive, check_options, check_value, flatten, option
+from hf_linear_attn.utils.options import (
+    OptionError,
+    check_exclusive,
+    check_options,
+    check_value,
+    flatten,
+    make_config,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -78,3 +86,13 @@ def test_an_error_survives_another_process():
 
 def test_flatten():
     assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [2]}) == {"a.b.c": 1, "a.d": {}, "e": [2]}
+
+
+@dataclass(frozen=True)
+class MoreOptions(Options):
+    more: int = option(1, "an option of the subclass")
+
+
+def test_a_config_of_a_subclass_gives_what_it_shares() -> None:
+    config = make_config(Options, MoreOptions(count=3, more=2), {"share": 0.25})
+    assert config == Options(count=3, share=0.25)
