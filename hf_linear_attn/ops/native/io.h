@@ -133,12 +133,23 @@ static inline int stored_size(int size) {
   return std::is_same<S, Int8>::value ? size + SCALE_BYTES : size;
 }
 
+// Stored tokens that products read where they are: their numbers, and what these are multiplied by.
+template <typename S>
+constexpr bool readable_in_place = std::is_same<S, float>::value || std::is_same<S, Int8>::value;
+static inline const float* numbers_of(const float* token) { return token; }
+static inline const int8_t* numbers_of(const Int8* token) { return &token->number; }
+static inline float scale_of(const float*, int) { return 1.0f; }
+static inline float scale_of(const Int8* token, int size) {
+  float scale;
+  memcpy(&scale, token + size, SCALE_BYTES);
+  return scale;
+}
+
 template <>
 inline void read_row(const Int8* in, int size, float* out) {
-  float scale;
-  memcpy(&scale, in + size, SCALE_BYTES);
+  const float scale = scale_of(in, size);
   int j = 0;
-  for (; j + LANES <= size; j += LANES) store(out + j, load_bytes(&in[j].number) * scale);
+  for (; j + LANES <= size; j += LANES) store(out + j, load(&in[j].number) * scale);
   for (; j < size; ++j) out[j] = in[j].number * scale;
 }
 

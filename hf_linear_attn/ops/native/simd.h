@@ -35,7 +35,7 @@ typedef float VecLoose __attribute__((vector_size(LANES * 4), aligned(4), may_al
 static inline Vec load(const float* p) { return *reinterpret_cast<const VecLoose*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<VecLoose*>(p) = v; }
 // LANES integers of one byte. (GCC takes five times as many instructions for a conversion of vectors of them.)
-static inline Vec load_bytes(const int8_t* p) {
+static inline Vec load(const int8_t* p) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif defined(__AVX2__)
@@ -112,10 +112,10 @@ static inline Vec exp_of(Vec x) {
 }
 
 // -------------------------------------------------------------------------------------------------------------------
-// C[M, N] (+)= A[M, K] B[K, N]: A with any strides, B and C with rows of integer vectors.
+// C[M, N] (+)= A[M, K] B[K, N]: A with any strides, B and C with rows of integer vectors; B in float32 or of one byte.
 
-template <int R, int C>
-static inline __attribute__((always_inline)) void tile(const float* a, long a_row, long a_step, const float* b, long b_row,
+template <int R, int C, typename B>
+static inline __attribute__((always_inline)) void tile(const float* a, long a_row, long a_step, const B* b, long b_row,
                                                        float* c, long c_row, int depth, bool add) {
   Vec sum[R][C];
 #pragma GCC unroll 8
@@ -143,9 +143,9 @@ static inline __attribute__((always_inline)) void tile(const float* a, long a_ro
     }
 }
 
-template <int C>
-static inline void tile_rows(int rows, const float* a, long a_row, long a_step, const float* b, long b_row, float* c,
-                             long c_row, int depth, bool add) {
+template <int C, typename B>
+static inline void tile_rows(int rows, const float* a, long a_row, long a_step, const B* b, long b_row, float* c, long c_row,
+                             int depth, bool add) {
   switch (rows) {
     case 6: tile<6, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
     case 5: tile<5, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
@@ -157,7 +157,8 @@ static inline void tile_rows(int rows, const float* a, long a_row, long a_step, 
 }
 
 // One tile of at most TILE_ROWS rows against all columns.
-static inline void multiply_strip(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,
+template <typename B>
+static inline void multiply_strip(int rows, int columns, int depth, const float* a, long a_row, long a_step, const B* b,
                                   long b_row, float* c, long c_row, bool add) {
   int j = 0;
   for (; j + TILE_COLUMNS * LANES <= columns; j += TILE_COLUMNS * LANES)
@@ -172,8 +173,9 @@ static inline void multiply_strip(int rows, int columns, int depth, const float*
   }
 }
 
-static void multiply_floats(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,
-                            long b_row, float* c, long c_row, bool add) {
+template <typename B>
+static void multiply_floats(int rows, int columns, int depth, const float* a, long a_row, long a_step, const B* b, long b_row,
+                            float* c, long c_row, bool add) {
   for (int i = 0; i < rows; i += TILE_ROWS) {
     multiply_strip(std::min(rows - i, TILE_ROWS), columns, depth, a + i * a_row, a_row, a_step, b, b_row, c + i * c_row,
                    c_row, add);
@@ -228,6 +230,28 @@ static inline float dot(const float* a, const float* b, int n) {
   Vec total{};
   for (int i = 0; i < n; i += LANES) total += load(a + i) * load(b + i);
   return sum_of(total);
+}
+
+// out[r * out_row] = factor * (rows[r] . b): b is read once for R rows.
+template <int R, typename B>
+static inline void dot_rows(const float* rows, int row, const B* b, int n, float factor, float* out, long out_row) {
+  Vec total[R]{};
+  for (int i = 0; i < n; i += LANES) {
+    const Vec right = load(b + i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) total[r] += load(rows + r * row + i) * right;
+  }
+  for (int r = 0; r < R; ++r) out[r * out_row] = sum_of(total[r]) * factor;
+}
+template <typename B>
+static inline void dots(int count, const float* rows, int row, const B* b, int n, float factor, float* out, long out_row) {
+  for (; count >= 4; count -= 4, rows += 4 * row, out += 4 * out_row) dot_rows<4>(rows, row, b, n, factor, out, out_row);
+  switch (count) {
+    case 3: dot_rows<3>(rows, row, b, n, factor, out, out_row); break;
+    case 2: dot_rows<2>(rows, row, b, n, factor, out, out_row); break;
+    case 1: dot_rows<1>(rows, row, b, n, factor, out, out_row); break;
+    default: break;
+  }
 }
 
 static inline void scale_all(float* rows, long numbers, float factor) {

@@ -321,7 +321,7 @@ template <typename T, typename S>
 static int exact_step(const Call& c) {
   const int d = c.size, e = c.value_size, x_row = c.x_row(), e_row = c.e_row(), repeats = (int)c.repeats();
   const long n = c.keys, row = (n + LANES - 1) / LANES * LANES;
-  const bool in_place = std::is_same<S, float>::value && d == x_row && e == e_row;
+  const bool in_place = readable_in_place<S> && d == x_row && e == e_row;
   return run_parallel<float>(c.threads, [&](Workspace& workspace) {
     float *x = workspace.take((size_t)repeats * x_row), *out = workspace.take((size_t)repeats * e_row);
     float *weights = workspace.take((size_t)repeats * row), *block = workspace.take((size_t)BLOCK * std::max(x_row, e_row));
@@ -340,25 +340,31 @@ static int exact_step(const Call& c) {
       memset(values + (n - 1) * value_size, 0, value_size * sizeof(S));
       if (real) store_token(token_key, d, keys + (n - 1) * key_size);
       if (real) store_token(token_value, e, values + (n - 1) * value_size);
-      // Some stored tokens in float32, of which the last one of all is the new token itself.
-      const auto read_block = [&](const S* tokens, int size, const T* token, long start, int count, int to_row) {
-        read_rows<S>(stored_rows(tokens, size), 0, 0, start, count, size, nullptr, block, to_row);
-        if (real && start + count == n) read_row(token, size, block + (size_t)(count - 1) * to_row);
-        return static_cast<const float*>(block);
+      // Calls function(tokens, their row, start, count) for blocks of tokens, and at last for the new one itself.
+      const auto for_blocks = [&](const S* tokens, int size, const T* token, int to_row, const auto& function) {
+        const Strided rows = stored_rows(tokens, size);
+        for (long start = 0; start < n - 1; start += BLOCK) {
+          const int count = (int)std::min<long>(n - 1 - start, BLOCK);
+          if constexpr (readable_in_place<S>)
+            if (in_place) {
+              function(tokens + start * rows.token, rows.token, start, count);
+              continue;
+            }
+          read_rows<S>(rows, 0, 0, start, count, size, nullptr, block, to_row);
+          function(static_cast<const float*>(block), to_row, start, count);
+        }
+        read_rows<T>(stored_rows(token, size), 0, 0, 0, real, size, nullptr, block, to_row);
+        function(static_cast<const float*>(block), to_row, n - 1, real);
       };
       const uint8_t* valid = c.next_ring_mask ? c.next_ring_mask + b * c.ring_room : nullptr;
       for (int r = 0; r < repeats; ++r)
         read_rows<T>(c.placed<T>(c.query, g, repeats), b, g * repeats + r, 0, 1, d, c.mask_of(b), x + r * x_row, x_row);
-      for (long start = 0; start < n; start += BLOCK) {
-        const int count = (int)std::min<long>(n - start, BLOCK);
-        const float* near = reinterpret_cast<const float*>(keys + start * d);
-        if (!in_place) near = read_block(keys, d, token_key, start, count, x_row);
-        for (int t = 0; t < count; ++t)
-          for (int r = 0; r < repeats; ++r) {
-            const bool seen = !valid || (start + t == n - 1 ? real : valid[start + t] != 0);
-            weights[r * row + start + t] = seen ? dot(x + r * x_row, near + (size_t)t * x_row, x_row) * c.scaling : -INFINITY;
-          }
-      }
+      for (int r = 0; r < repeats; ++r) std::fill_n(weights + r * row, n, -INFINITY);
+      for_blocks(keys, d, token_key, x_row, [&](const auto* near, long near_row, long start, int count) {
+        for (int t = 0; t < count; ++t, near += near_row)
+          if (!valid || start + t == n - 1 || valid[start + t])
+            dots(repeats, x, x_row, numbers_of(near), x_row, scale_of(near, d) * c.scaling, weights + start + t, row);
+      });
       for (int r = 0; r < repeats; ++r) {
         float *own = weights + r * row, top = -INFINITY;
         for (long j = 0; j < n; ++j) top = own[j] > top || own[j] != own[j] ? own[j] : top;
@@ -371,12 +377,11 @@ static int exact_step(const Call& c) {
         totals[r] = sum_of(total);
       }
       memset(out, 0, (size_t)repeats * e_row * sizeof(float));
-      for (long start = 0; start < n; start += BLOCK) {
-        const int count = (int)std::min<long>(n - start, BLOCK);
-        const float* near = reinterpret_cast<const float*>(values + start * e);
-        if (!in_place) near = read_block(values, e, token_value, start, count, e_row);
-        multiply(repeats, e_row, count, weights + start, row, 1, near, e_row, out, e_row, true);
-      }
+      for_blocks(values, e, token_value, e_row, [&](const auto* near, long near_row, long start, int count) {
+        for (int t = 0; t < count; ++t)
+          for (int r = 0; r < repeats; ++r) weights[r * row + start + t] *= scale_of(near + t * near_row, e);
+        multiply_floats(repeats, e_row, count, weights + start, row, 1, numbers_of(near), near_row, out, e_row, true);
+      });
       for (int r = 0; r < repeats; ++r)
         divide_rows<T>(c, c.placed<T>(c.out, g, repeats), b, g * repeats + r, 0, 1, out + r * e_row, totals + r);
     }
