@@ -62,7 +62,8 @@ def parse_config(
     kinds = dict(_add_options(parser, config_class, positionals, full=full))
     file.config_class, file.known = config_class, list(kinds)
     mappings = tuple(f"{name}." for name, kind in kinds.items() if kind is dict)
-    flags = _checked_flags(arguments, ("help", "config", "print_config", *kinds), mappings, positionals)
+    known = [name for name in ("help", "config", "print_config", *kinds) if name not in positionals]
+    flags = _checked_flags(arguments, known, mappings, positionals)
     values = parser.parse_args(list(flags)).as_dict()
     return build_config(config_class, {name: value for name, value in values.items() if name != "config"})
 

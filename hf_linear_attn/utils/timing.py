@@ -38,11 +38,6 @@ class Timing:
     speedup_p20: float
     speedup_p80: float
 
-    @property
-    def measurable(self) -> bool:
-        """Whether the speedup is known well enough to be stated (see `is_measurable`)."""
-        return is_measurable(self.speedup_p20, self.speedup_p80)
-
 
 def is_measurable(low: float, high: float) -> bool:
     """Return whether a speedup between `low` and `high` says which of two is faster, or that they are equal.
