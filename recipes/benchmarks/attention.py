@@ -6,11 +6,8 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -312,7 +309,7 @@ def memory(
                         continue
                     facts = {"direction": direction, "pass": done, "length": length}
                     facts |= {"attention": key[0], "backend": key[1]}
-                    yield Cell(facts, partial(_in_own_process, setting, key, length), vars(setting))
+                    yield Cell(facts, partial(peak, setting, key, length), vars(setting))
 
 
 def _fits(setting: Setting, length: int) -> bool:
@@ -321,20 +318,8 @@ def _fits(setting: Setting, length: int) -> bool:
     return needed < MEMORY_SHARE * (free_memory(torch.device("cpu")) or float("inf"))
 
 
-def _in_own_process(setting: Setting, key: Key, length: int) -> Rows:
-    """Measure in a process that is forked from one which has imported everything and computed nothing."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        try:
-            return pool.submit(peak, setting, key, length, torch.get_num_threads()).result()
-        except BrokenProcessPool as error:
-            raise OSError(f"The process of {key[0]} at {length:,} tokens ended: too little memory?") from error
-
-
-def peak(setting: Setting, key: Key, length: int, threads: int) -> Rows:
+def peak(setting: Setting, key: Key, length: int) -> Rows:
     """Return the peak of one call. A short call comes first: what libraries load on first use does not count."""
-    torch.set_num_threads(threads)
     with torch.set_grad_enabled(setting.backward):
         setting.call(key, min(256, length))()
         value = peak_memory(setting.call(key, length), torch.device("cpu"))

@@ -28,7 +28,6 @@ from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
 from hf_linear_attn.utils.timing import crossover
 
 from .. import sentence_encoder, smollm2
-from ..quality_assurance.marked_tests import packages_table
 from ..tables import EMPTY, RESULTS, ROOT, read_json, to_markdown
 
 FILES = ("README.md", "recipes/README.md", "recipes/results/README.md", "docs/*.md")
@@ -466,26 +465,11 @@ def plan_table(folder: str = "recipes/results/plan-smollm2") -> str:
     )
 
 
-def architectures_summary() -> str:
-    """The outcomes of the test over all model types, in two sentences."""
-    results = read_json("architectures.json")
-    counts = results["counts"]["elu"]
-    return (
-        "[A test](recipes/results/architectures.md) over every model type of Transformers "
-        f"{results['environment']['versions']['transformers']} builds a tiny random model of each, patches it and "
-        "checks it (gradients, padding, causality, decoding, saving, unpatching). Of "
-        f"{sum(counts.values())} cases {counts['works']} work, {counts['refused']} are refused with an error that says "
-        f"why, {counts['cannot be built tiny']} could not be built or fed there and say nothing, {counts['wrong']} are "
-        "wrong."
-    )
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The pages
 
 #: Name of the marks -> function that makes the table. Links are relative to the root of the repository.
 TABLES: dict[str, Callable[[], str]] = {
-    "architectures": architectures_summary,
     "benchmark": speed_table,
     "benchmark-forward": attention_tables,
     "compiled": compiled_table,
@@ -500,7 +484,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "mechanisms": mechanisms_table,
     "memory": memory_tables,
     "onnx": onnx_table,
-    "packages": lambda: packages_table(read_json("packages.json")),
     "plan-heads": plan_table,
     "quantization": quantization_tables,
     "sentence-encoder": sentence_encoder_tables,

@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ import pandas as pd
 
 from hf_linear_attn.utils.environment import environment, utc_now
 from hf_linear_attn.utils.files import atomic_write
+from recipes.quality_assurance.marked_tests import run_tests
 from recipes.tables import RESULTS, ROOT, to_markdown
 
 CASES = ROOT / "tests" / "peers" / "transformers_models.py"
@@ -75,7 +75,7 @@ EXPLAINED = (
     ),
     (
         "test_load_with_mismatched_shapes",
-        "holds no linear attention",
+        "has no linear attention",
         "loads the checkpoint with AutoModel and without trust_remote_code, and runs it: such a model refuses to run",
     ),
     (
@@ -180,43 +180,21 @@ def arranged(source: Path, folder: Path, generation: Path | None = None) -> list
 
 def run(family: str, attention: str, folder: Path, part: str = "") -> list[dict[str, str]]:
     """One process: every test with its outcome (`passed`, `skipped`, `failed`) and the first line of its reason."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
-    paths = os.pathsep.join(str(path) for path in (ROOT, folder, folder / "site"))
     names = {"SUITE_FAMILY": family, "SUITE_ATTENTION": attention, "SUITE_PART": part}
     names |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    names["PYTHONPATH"] = os.pathsep.join(str(path) for path in (ROOT, folder, folder / "site"))
     options = ["-c", str(folder / "pytest.ini"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-W", "ignore"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(CASES), *options, "-n", "0", "--tb=no", "--junitxml", str(report)],
-        cwd=ROOT,
-        env={**os.environ, **names, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    if not report.is_file():
-        raise RuntimeError(f"The tests of {family} with {attention} did not run:\n{done.stdout[-2000:]}{done.stderr}")
     by_test: dict[str, dict[str, str]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        row = outcome(case, folder)
-        other = by_test.get(row["test"])
+    for case in run_tests(str(CASES), *options, "--tb=no", **names):
+        text = " ".join(case["message"].replace(str(folder), "").split())
+        text = re.sub(r"'/tmp/\S*'", "'a folder'", re.sub(r"<class '[\w.]*\.(\w+)'>", r"\1", text))
+        row = {"test": case["name"], "outcome": case["outcome"], "reason": text[:300]}
         # A test with subtests has an entry for each that failed or was skipped: the worst one counts.
-        if other is None or RANK[row["outcome"]] > RANK[other["outcome"]]:
-            by_test[row["test"]] = row
+        by_test[row["test"]] = max(by_test.get(row["test"], row), row, key=lambda one: RANK[one["outcome"]])
     return sorted(by_test.values(), key=lambda row: row["test"])
 
 
 RANK = {"passed": 0, "skipped": 1, "failed": 2}
-
-
-def outcome(case: ElementTree.Element, folder: Path) -> dict[str, str]:
-    kinds = {"skipped": "skipped", "failure": "failed", "error": "failed"}
-    row = {"test": case.get("name", ""), "outcome": "passed", "reason": ""}
-    for child in case:
-        if child.tag in kinds:
-            text = " ".join((child.get("message") or "").replace(str(folder), "").split())
-            text = re.sub(r"'/tmp/\S*'", "'a folder'", re.sub(r"<class '[\w.]*\.(\w+)'>", r"\1", text))
-            row |= {"outcome": kinds[child.tag], "reason": text[:300]}
-    return row
 
 
 # --------------------------------------------------------------------------------------------------------------------

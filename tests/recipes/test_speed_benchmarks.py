@@ -147,7 +147,7 @@ def test_a_part_that_fails_or_comes_too_late(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of the resident set takes Linux")
-def test_memory_of_a_fresh_process(tmp_path: Path) -> None:
+def test_memory_of_attention(tmp_path: Path) -> None:
     options: dict[str, Any] = {"heads": 4, "head_dim": 32, "backend": ("torch",), "directions": ("causal",)}
     rows = rows_of("memory", tmp_path / "out", **options, attention=("elu",), lengths=(2048,), passes=("forward",))
     peaks = {row["attention"]: row["bytes"] for row in rows}
