@@ -158,3 +158,23 @@ def test_a_quantized_cache_of_transformers_rounds_the_layers_that_are_exact_as_a
         assert generate(model, ids, num_beams=beams, **settings).shape == (2, 40 + NEW)
     with pytest.raises(NotImplementedError, match="a cache with a Fp8QuantizedLayer cannot be saved"):
         hla.save_state(model, cache, tmp_path / "state")
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_compiled_steps(backend: str) -> None:
+    torch.compiler.reset()
+    model, ids = build(LLAMA, store_size=0), token_ids(1, 30)
+    expected, outputs = fill(model, ids[:, :20]), []
+    cache = copy.deepcopy(expected)
+    compiled = torch.compile(model, backend="aot_eager")
+    with hla.use_backend(backend):
+        for index in range(20, 24):
+            part = ids[:, index : index + 1]
+            outputs.append(
+                (logits(compiled, part, past_key_values=cache), logits(model, part, past_key_values=expected))
+            )
+    for actual, other in outputs:
+        assert_close(actual, other)
+    assert cache.layers[0].state["exact_key"].dtype is torch.int8
+    assert torch.equal(cache.layers[0].state["exact_key"][..., :8], expected.layers[0].state["exact_key"][..., :8])
+    torch.compiler.reset()
