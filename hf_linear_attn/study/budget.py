@@ -138,34 +138,40 @@ class Choice:
     reason: str
 
 
-def choose(budget: Budget, model: PreTrainedModel, longest: int, damage: Callable[[float, int], float]) -> Choice:
+def choose(
+    budget: Budget, model: PreTrainedModel, longest: int, measure: Callable[[float, int], float | None]
+) -> Choice:
     """Choose exact heads and windows for a budget.
 
     A budget of cache is met by arithmetic: the widest windows that take `WINDOW_SHARE` of it, and as many exact heads
-    as the rest holds. For a budget of quality the shares of `SHARES` are tried in turn, with windows of a quarter of
-    the rows, until the damage is within the budget before any training.
+    as the rest holds. For the others the shares of `SHARES` are measured in turn, with windows of a quarter of the
+    rows and before any training: for a budget of quality from none on until the damage is within it, for one of speed
+    from the largest share down until the model is fast enough.
 
     Args:
-        budget: Of cache, or of lost perplexity or nats.
+        budget: Of cache, of speed, or of lost perplexity, nats or recall.
         model: The exact decoder.
         longest: Tokens of the longest training row.
-        damage: Measures a choice of share and window, in the budget's unit.
+        measure: Returns the damage of a share and a window in the budget's unit, or its speed relative to the exact
+            model; None where it is undefined.
 
     Raises:
-        ValueError: The budget is of another kind, or no choice meets it.
+        ValueError: The budget is of another kind, cannot be measured, or no choice meets it.
     """
     if budget.cost == "cache" and budget.length is not None:
         return _by_cache(model, budget.limit / 100, budget.length)
-    if budget.unit is None or budget.unit.measurement != "perplexity":
-        remedy = (
-            "Give a budget such as '25% cache at 8192', '2% perplexity' or '0.05 nats', or use hf-linear-attn plan."
-        )
-        raise ValueError(f"convert cannot choose for the budget {budget.text!r}. {remedy}")
+    unit = budget.unit
+    if unit is not None and unit.measurement not in ("perplexity", "recall"):
+        remedy = "Give a budget such as '25% cache at 8192', '2x at 4096', '2% perplexity' or '90% recall at 2048'."
+        raise ValueError(f"The budget {budget.text!r} is not for a language model. {remedy}")
     window = max([width for width in WINDOWS if 4 * width <= longest], default=WINDOWS[0])
     tried = []
-    for share in SHARES:
-        tried.append(f"{budget.unit.format(value := damage(share, window))} with {share:.0%} exact heads")
-        if value <= budget.limit:
+    for share in SHARES if unit is not None else reversed(SHARES):
+        value = measure(share, window)
+        if value is None:
+            raise ValueError(f"The budget {budget.text!r} cannot be measured: the exact model recalls nothing there.")
+        tried.append(f"{f'{value:.2f}x' if unit is None else unit.format(value)} with {share:.0%} exact heads")
+        if value >= budget.limit if unit is None else value <= budget.limit:
             return Choice(share, window, f"untrained, the first choice within {budget.text}: {', '.join(tried)}")
     raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. Allow more, or use plan.")
 

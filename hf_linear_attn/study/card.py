@@ -158,6 +158,17 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     return _table(["", *names], cells, numbers=len(names)) + (["", sentence] if sentence else [])
 
 
+def recall_table(state: dict[str, Any]) -> list[str]:
+    """What teacher and model recall, with 95 % intervals, as lines of a Markdown table."""
+    rows = []
+    for name in ("teacher", "this model"):
+        if values := state.get(f"recall, {name}"):
+            interval = f"{values['low']:.2f} to {values['high']:.2f}"
+            rows.append([name, f"{values['length']:,}", str(values["prompts"]), f"{values['recall']:.2f}", interval])
+    titles = ["recall: one of four keys in prose", "tokens", "prompts", "score", "95 % interval"]
+    return _table(titles, rows, numbers=4) if rows else []
+
+
 def _table(titles: list[str], rows: list[list[str]], numbers: int) -> list[str]:
     """Lines of a Markdown table whose last columns, as many as `numbers`, are aligned on the right."""
     alignment = ["---"] * (len(titles) - numbers) + ["---:"] * numbers
@@ -244,6 +255,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
     sections = {
         "Use": [USE.format(auto_class=auto_class, pipeline=pipeline, text=text)] if kinds else [],
         "Quality": quality,
+        "Recall": recall_table(state),
         "Speed": speed,
         "Settings": [
             "Options that are not the default; `results.json` of the run has all.",

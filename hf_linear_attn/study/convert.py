@@ -23,7 +23,9 @@ from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input
 from ..measure.inputs import possible_lengths
+from ..measure.recall import measure_recall
 from ..measure.speed import measure_passes
+from ..measure.values import Values
 from ..patching import is_patched, patch_model, patch_report
 from ..training import models
 from ..training.calibration import CALIBRATION_TOKENS, calibrate, leading_batches
@@ -37,7 +39,7 @@ from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
 from .budget import Budget, Choice, choose
-from .card import exactness, model_card, results_table, speed_table
+from .card import exactness, model_card, recall_table, results_table, speed_table
 from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
@@ -54,6 +56,9 @@ OTHER_DOCUMENTS = 50
 
 #: Share of heads that a search for a budget chooses; the ranking that it leaves serves any share.
 SEARCH_SHARE = 0.2
+
+#: What is asked of a model that is converted for a budget, and the texts it is asked about, at three depths each.
+RECALL_TASK, RECALL_TRIALS = "niah_multikey_1", 16
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -116,8 +121,13 @@ def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[s
                 if run.is_main_process:
                     write_json(path, json_safe(results))
         run.remove_checkpoints()
-        for line in (*results_table(results, results["stages"]), "", *speed_table(results["stages"])):
-            run.say(line)
+        for table in (
+            results_table(results, results["stages"]),
+            recall_table(results["stages"]),
+            speed_table(results["stages"]),
+        ):
+            for line in (*table, "") if table else ():
+                run.say(line)
         run.say(f"Result: {run.folder / 'model'}")
         run.push(run.folder / "model")
     return results
@@ -166,6 +176,8 @@ def _convert(run: Run) -> dict[str, Any]:
             teacher = _teacher(run)
         with run.working("measuring speed"):
             run.record("speed", _speed(run, teacher, student))
+    if config.budget is not None:
+        _verify_recall(run, _teacher(run) if is_sharded(teacher) else teacher, student)
     _save(run, student, facts, run.state)
     return facts
 
@@ -264,15 +276,46 @@ def _choice(run: Run, teacher: PreTrainedModel, heads: ExactHeads) -> Choice:
     exact = run.state["teacher"]
     rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
 
-    def damage(share: float, window: int) -> float:
+    def measure(share: float, window: int) -> float | None:
         options = {**config.options, "window_size": window}
         plan = heads.with_share(share).plan({"attention": config.attention, **options})
         student = patch_model(shared_copy(teacher), plan)
+        if budget.unit is None:
+            return _timings(run, teacher, student, budget.length or longest)["student"][0]["speedup"]
         calibrate(student, rows)
-        values = run.measure(f"{share:.0%} exact heads", student)
-        return cast(float, cast(Any, budget.unit).damage(exact, values))
+        name = f"{share:.0%} exact heads"
+        if budget.unit.name == "recall":
+            lost = _recall(run, "teacher", teacher, budget.length), _recall(run, name, student, budget.length)
+            return budget.unit.damage(*lost)
+        return budget.unit.damage(exact, run.measure(name, student))
 
-    return choose(budget, teacher, longest, damage)
+    return choose(budget, teacher, longest, measure)
+
+
+def _recall(run: Run, name: str, model: PreTrainedModel, length: int | None) -> dict[str, Any]:
+    """Measure once what a model recalls of prompts of so many tokens (None: of the longest training row)."""
+    stage = f"recall, {name}"
+    if stage not in run.state:
+        length = length or max(row_lengths(run.data.train))
+        with run.working(f"measuring what {name} recalls"):
+            model.to(run.process.device)
+            options: dict[str, Any] = {"tasks": [RECALL_TASK], "lengths": [length], "trials": RECALL_TRIALS}
+            result = measure_recall(model, run.data.tokenizer, **options, seed=run.config.seed)
+        (row,) = result.summary().to_dict("records")
+        values = {"recall": row.pop("score"), **row, "length": length}
+        run.record(stage, values)
+    return run.state[stage]
+
+
+def _verify_recall(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+    """Measure what teacher and student recall, where the model can take such prompts."""
+    length = Budget.parse(str(run.config.budget)).length
+    lengths = [one for one in (length, max(row_lengths(run.data.train))) if one]
+    try:
+        for name, model in (("teacher", teacher), ("this model", student)):
+            _recall(run, name, model, min(lengths))
+    except ValueError as error:
+        run.say(f"Recall was not measured: {error}")
 
 
 @torch.no_grad()
@@ -420,21 +463,24 @@ def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> P
 
 def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:
     """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run."""
-    config, device = run.config, run.process.device
-    lengths, _ = possible_lengths(teacher, config.speed.lengths)
-    tokens = [int(token) for token in cast(Any, run.data.train)[0]["input_ids"]]
-    models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
+    lengths, _ = possible_lengths(teacher, run.config.speed.lengths)
+    rows: dict[str, list[dict[str, Any]]] = {"teacher": [], "student": []}
     try:
         for length in lengths:
-            with _mixed_precision(run):
-                values = measure_passes(models, tokens, length, baseline="teacher", seconds=TIMING_SECONDS)
-            for name in models:
-                rows[name].append(values[name][0])
+            values = _timings(run, teacher, student, length)
+            for name, own in rows.items():
+                own.append(values[name][0])
     except ValueError as error:
         # A mechanism that is built for a largest length, such as Linformer, cannot be timed beyond it.
         return {"skipped": str(error)}
     return {"baseline": "teacher", "lengths": lengths, "rows": rows, "longest_input": longest_input(teacher)}
+
+
+def _timings(run: Run, teacher: PreTrainedModel, student: PreTrainedModel, length: int) -> dict[str, Values]:
+    tokens = [int(token) for token in cast(Any, run.data.train)[0]["input_ids"]]
+    models = {name: model.to(run.process.device).eval() for name, model in (("teacher", teacher), ("student", student))}
+    with _mixed_precision(run):
+        return measure_passes(models, tokens, length, baseline="teacher", seconds=TIMING_SECONDS)
 
 
 def _mixed_precision(run: Run) -> torch.autocast:

@@ -191,7 +191,7 @@ class ConvertConfig(TrainingRunConfig):
     exact_share: float = option(0.0, "share of the key-value heads that stay exact", least=0, below=1, common=True)
     budget: str | None = option(
         None,
-        "decoders: '25% cache at 8192' or '2% perplexity' chooses the rest",
+        "decoders: '25% cache at 8192', '2x at 4096', '2% perplexity' or '90% recall at 2048' chooses the rest",
         common=True,
     )
     control: bool = option(

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.config import DataConfig, TimingConfig
+from hf_linear_attn.data.recall_prompts import PromptMaker
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.study import convert as stages
 from hf_linear_attn.study import stages as study_stages
@@ -29,6 +31,7 @@ from hf_linear_attn.study.study import check_study
 from hf_linear_attn.training.options import ConvertConfig, DistillConfig
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
+from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import (
     convert_config,
     finetune_config,
@@ -347,7 +350,7 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
 
 
-@pytest.mark.parametrize("budget", ["30% cache at 2000", "100000% perplexity"])
+@pytest.mark.parametrize("budget", ["30% cache at 2000", "100000% perplexity", "1.0000001x at 4000"])
 def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Path) -> None:
     config = ConvertConfig(
         model=str(folder / "decoder"),
@@ -373,8 +376,29 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
         state = sum(mechanism.state_bytes(2000) for mechanism in mechanisms)
         state += (layers - len(mechanisms)) * exact // layers
         assert state <= (0.3 + 0.5 / (layers * heads)) * exact  # whole heads are chosen
-    else:
+    elif "perplexity" in budget:
         assert "0% exact heads" in stages  # the first choice that was measured is within so wide a budget
+
+
+def test_a_budget_of_recall_is_measured_and_verified(folder: Path, tmp_path: Path) -> None:
+    """A model of random weights that is taken for one that answers, by a score that is replaced."""
+    words = [" ".join(["alpha", "beta", "gamma"] * 60)] * 20
+    (tmp_path / "text.txt").write_text("\n\n".join(words))
+    save_checkpoint(tmp_path / "decoder", "llama", max_position_embeddings=512)
+    data = DataConfig(dataset=str(tmp_path / "text.txt"), max_length=256)
+    options: dict[str, Any] = {"model": str(tmp_path / "decoder"), "data": data, "speed": TimingConfig(())}
+    training = {"distill": DistillConfig(max_steps=1, per_device_train_batch_size=1)}
+    with pytest.raises(ValueError, match="'90% recall at 200' cannot be measured: the exact model recalls nothing"):
+        convert(ConvertConfig(output=str(tmp_path / "none"), budget="90% recall at 200", **options, **training))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptMaker, "score", lambda maker, prompt, output: float(prompt.depth < 0.6))
+        config = ConvertConfig(output=str(tmp_path / "out"), budget="90% recall at 200", **options, **training)
+        results = convert(config, console=quiet())
+    stages = results["stages"]
+    expected = {"prompts": 48, "recall": pytest.approx(2 / 3), "length": 200, "low": ANY, "high": ANY}
+    assert stages["recall, teacher"] == stages["recall, 0% exact heads"] == stages["recall, this model"] == expected
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "| this model | 200 | 48 | 0.67 | 0.53 to 0.78 |" in card
 
 
 def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, tmp_path: Path) -> None:
