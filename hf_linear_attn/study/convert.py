@@ -166,6 +166,9 @@ def _convert(run: Run) -> dict[str, Any]:
         run.measure("patched", student)
         _estimate(run, teacher)
         student = _close_harmful_parts(run, _transfer(run, student))
+        parts = run.state.get("linear parts", {}).get("layers", ())
+        if not config.distill.enabled and (_transfer_harms(run) or not all(part["kept"] for part in parts)):
+            run.measure("converted", student)
     # Distillation may shard its teacher; the control and the timing need complete models.
     control = copy.deepcopy(teacher) if config.control and is_patched(student) and config.distill.enabled else None
     student = _distill(run, teacher, student, "distill", "distilled")
@@ -434,13 +437,18 @@ def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     parameters = student.named_parameters()
     before = {name: value.detach().clone() for name, value in parameters if f".{SUBMODULE}." in name}
     student = run.learned("transfer", student, learn, f".{SUBMODULE}.")
-    metrics, untrained = run.measure("transferred", student), run.state["patched"]
-    # Metrics of a task are too coarse for this, and distillation goes on from here.
-    losses = [name for name in metrics if name.endswith("loss") and not data.metric_names]
-    if losses and sum(metrics[name] - untrained[name] for name in losses) > 0:
+    run.measure("transferred", student)
+    if _transfer_harms(run):
         run.say("Attention transfer is taken back: the loss is lower without it.")
         student.load_state_dict(before, strict=False)
     return student
+
+
+def _transfer_harms(run: Run) -> bool:
+    """Whether the loss is higher after attention transfer. Metrics of a task are too coarse to tell."""
+    before, after = (run.state.get(stage, {}) for stage in ("patched", "transferred"))
+    losses = [name for name in after if name.endswith("loss") and not run.data.metric_names]
+    return sum(after[name] - before[name] for name in losses) > 0
 
 
 def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> PreTrainedModel:

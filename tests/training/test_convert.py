@@ -11,6 +11,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -487,6 +488,25 @@ def test_inputs_that_all_fit_into_the_window_are_not_transferred(folder: Path, t
     exact = results["beyond_exact"]["exact_length"]
     for text in (screen.getvalue(), (paths[2] / "model" / "README.md").read_text(encoding="utf-8")):
         assert f"Attention transfer was skipped: no training input has more than the {exact} tokens" in text
+
+
+def test_a_transfer_that_harms_is_taken_back(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metrics of the card are those of the saved model, and not those of the transfer."""
+    before = SimpleNamespace(state={"patched": {"loss": 2.0}, "transferred": {"loss": 2.1}}, data=SimpleNamespace())
+    for names, harms in (((), True), (("accuracy",), False)):
+        before.data.metric_names = names
+        assert stages._transfer_harms(before) is harms  # type: ignore[arg-type]
+    monkeypatch.setattr(stages, "_transfer_harms", lambda run: True)
+    changes = {"teacher__max_steps": None, "distill__max_steps": None, "distill__num_train_epochs": 0.0}
+    text = {"task_type": "causal-lm", "data__text_columns": ["text"]}
+    config = convert_config(folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", **text, **changes)
+    metrics = convert(config, console=quiet())["stages"]
+    assert metrics["converted"] == metrics["patched"] != metrics["transferred"]
+    card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
+    header = yaml.safe_load(card.split("---")[1])
+    values = {one["type"]: one["value"] for one in header["model-index"][0]["results"][0]["metrics"]}
+    assert values["loss"] == metrics["converted"]["loss"]
+    assert "| without what harmed of these (as saved) |" in card
 
 
 def test_transfer_draws_the_inputs_beyond_the_window(
