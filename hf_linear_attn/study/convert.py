@@ -311,12 +311,16 @@ def _recall(run: Run, name: str, model: PreTrainedModel, length: int | None) -> 
 
 
 def _verify_recall(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
-    """Measure what teacher and student recall, where the model can take such prompts."""
-    length = Budget.parse(str(run.config.budget)).length
-    lengths = [one for one in (length, max(row_lengths(run.data.train))) if one]
+    """Measure what teacher and student recall, where the model can take such prompts.
+
+    They are as long as a budget of recall says, and for other budgets no longer than the training rows.
+    """
+    budget, length = Budget.parse(str(run.config.budget)), max(row_lengths(run.data.train))
+    if budget.length is not None:
+        length = min(budget.length, length) if budget.unit is None else budget.length
     try:
         for name, model in (("teacher", teacher), ("this model", student)):
-            _recall(run, name, model, min(lengths))
+            _recall(run, name, model, length)
     except ValueError as error:
         run.say(f"Recall was not measured: {error}")
 

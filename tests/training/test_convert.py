@@ -381,12 +381,13 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
         assert "0% exact heads" in stages  # the first choice that was measured is within so wide a budget
 
 
-def test_a_budget_of_recall_is_measured_and_verified(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row_length", [256, 160])
+def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Path, tmp_path: Path) -> None:
     """A model of random weights that is taken for one that answers, by a score that is replaced."""
     words = [" ".join(["alpha", "beta", "gamma"] * 60)] * 20
     (tmp_path / "text.txt").write_text("\n\n".join(words))
     save_checkpoint(tmp_path / "decoder", "llama", max_position_embeddings=512)
-    data = DataConfig(dataset=str(tmp_path / "text.txt"), max_length=256)
+    data = DataConfig(dataset=str(tmp_path / "text.txt"), max_length=row_length)
     options: dict[str, Any] = {"model": str(tmp_path / "decoder"), "data": data, "speed": TimingConfig(())}
     training = {"distill": DistillConfig(max_steps=1, per_device_train_batch_size=1)}
     with pytest.raises(ValueError, match="'90% recall at 200' cannot be measured: the exact model recalls nothing"):
