@@ -36,10 +36,9 @@ BENCHMARKS = {
     "linear-part": "conversion:linear_part",
     "memory": "attention:memory",
     "models": "models:models",
-    "onnx": "deployment:onnx",
+    "onnx": "onnx:onnx",
     "proteins": "proteins:proteins",
     "proteins-costs": "proteins:costs",
-    "quantization": "deployment:quantization",
     "transfer-cost": "models:transfer_cost",
 }
 

