@@ -11,8 +11,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data.tasks import TASKS
 from ..measure.quality import assess
+from ..measure.speed import NOT_MEASURABLE
 from ..training.options import TrainingRunConfig
 from ..utils.options import flatten, to_dict
+from ..utils.timing import is_measurable
 from ..version import __version__
 
 #: A repository: a name, or an owner and a name.
@@ -185,7 +187,7 @@ def exactness(counts: dict[str, int]) -> str:
 def speed_table(state: dict[str, Any]) -> list[str]:
     """Times of one forward pass beside the teacher's, as lines of a Markdown table.
 
-    A ratio whose 20th and 80th percentile lie on both sides of 1 says nothing.
+    A ratio that varies more than it differs from 1 says nothing (see `utils.timing.is_measurable`).
     """
     speed = state.get("speed") or {}
     if not speed.get("lengths"):
@@ -193,7 +195,7 @@ def speed_table(state: dict[str, Any]) -> list[str]:
     rows = []
     for length, old, new in zip(speed["lengths"], speed["rows"]["teacher"], speed["rows"]["student"], strict=True):
         ratio, (low, high) = new["speedup"], (new["speedup_p20"], new["speedup_p80"])
-        text = "not measurable here" if low < 1 < high else f"{ratio:.2f}"
+        text = f"{ratio:.2f}" if is_measurable(low, high) else NOT_MEASURABLE
         times = [f"{1e3 * timing['value']:.1f} ms" for timing in (old, new)]
         rows.append([f"{length:,}", *times, f"{text} ({low:.2f} to {high:.2f})"])
     lines = _table(["tokens", "teacher", "this model", "times as fast (p20 to p80)"], rows, numbers=4)

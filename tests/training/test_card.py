@@ -144,7 +144,7 @@ def test_table_of_speed():
     ]
     noisy = copy.deepcopy(SPEED)
     noisy["rows"]["student"][1] |= {"speedup": 1.1, "speedup_p20": 0.8, "speedup_p80": 1.4}
-    assert speed_table({"speed": noisy})[3].endswith("| not measurable here (0.80 to 1.40) |")
+    assert speed_table({"speed": noisy})[3].endswith("| not measurable (0.80 to 1.40) |")
     assert "made for inputs of up to" not in "".join(speed_table({"speed": {**SPEED, "longest_input": 2048}}))
     assert "made for inputs of up to 1,024 tokens" in speed_table({"speed": {**SPEED, "longest_input": 1024}})[-1]
     for state in ({}, {"speed": {"skipped": "too long"}}, {"speed": {"lengths": [], "rows": {}}}):
