@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from hf_linear_attn.ops.check import FAILURES, relative_error
 from hf_linear_attn.utils.timing import sample_interleaved
 
 from . import workloads
-from .attention import attention
+from .attention import Setting, attention
 from .decoding import decoding
 from .models import transfer_cost
 from .runner import Cell, Cells, Rows, driven
@@ -85,7 +85,8 @@ def gpu(
             rows = yield Cell(facts, partial(_or_failure, cell.measure), cell.settings)
             answer.extend(row for row in rows if "failure" not in row)
             if part == "attention":
-                moved = MOVED_TENSORS[cell.facts["pass"]] * _tensor_bytes(heads, cell.facts, head_dim)
+                tensor = heads * cell.facts["length"] * head_dim * getattr(torch, dtypes[0]).itemsize
+                moved = MOVED_TENSORS[cell.facts["pass"]] * tensor
                 for row in answer:
                     row["share_of_limit"] = moved / bandwidth / row["seconds"]["median"]
 
@@ -96,10 +97,6 @@ def _or_failure(measure: Callable[[], Rows]) -> Rows:
         return measure()
     except FAILURES as error:
         return [{"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}]
-
-
-def _tensor_bytes(heads: int, facts: Mapping[str, Any], head_dim: int) -> int:
-    return heads * facts["length"] * head_dim * getattr(torch, facts["dtype"]).itemsize
 
 
 @torch.no_grad()
@@ -119,27 +116,25 @@ def _bandwidth(device: str, seconds: float) -> Rows:
 def _kernels(names: Any, dtypes: Any, *, heads: int, head_dim: int, seed: int, device: str) -> Cells:
     for dtype in dtypes:
         for direction in ("causal", "bidirectional"):
-            for name in workloads.mechanism_names(names, direction == "causal"):
+            setting = Setting(direction == "causal", dtype, True, 2, heads, head_dim, seed, device)
+            for name in workloads.mechanism_names(names, setting.causal):
                 facts = {"dtype": dtype, "direction": direction, "attention": name}
-                sizes = {"heads": heads, "head_dim": head_dim, "seed": seed, "device": device}
-                yield Cell(facts, partial(_compare, name, direction == "causal", dtype, sizes), sizes)
+                yield Cell(facts, partial(_compare, name, setting), vars(setting))
 
 
-def _compare(name: str, causal: bool, dtype: str, sizes: Mapping[str, Any]) -> Rows:
+def _compare(name: str, setting: Setting) -> Rows:
     """Compare a mechanism by the backend of choice with torch in float64, from the same rounded inputs."""
-    total, options = TESTED_TOKENS + 1, {key: sizes[key] for key in ("heads", "head_dim", "seed", "device")}
-    module = workloads.build(name, longest=2 * total, causal=causal, dtype=getattr(torch, dtype), **options)
-    shape = (2, sizes["heads"], total, sizes["head_dim"])
-    inputs = Inputs.make(*shape, dtype, sizes["device"], sizes["seed"])
-    mask = torch.ones(2, total, dtype=torch.bool, device=sizes["device"])
+    total = TESTED_TOKENS + 1
+    module, inputs = setting.form(name, 2 * total).module, setting.inputs(total)
+    mask = torch.ones(2, total, dtype=torch.bool, device=setting.device)
     mask[1, : total // 3] = False
     start = time.perf_counter()
     with workloads.recorded_backends() as seen:
-        actual = _results(module, inputs, mask, causal)
+        actual = _results(module, inputs, mask, setting.causal)
     seconds = time.perf_counter() - start
     double = Inputs(*(tensor.double() for tensor in vars(inputs).values()))
     with backends.use_backend("torch"):
-        expected = _results(copy.deepcopy(module).double(), double, mask, causal)
+        expected = _results(copy.deepcopy(module).double(), double, mask, setting.causal)
     errors = {f"{key}_error": relative_error(actual[key], expected[key]) for key in expected}
     return [{"backends": " ".join(sorted(set(seen))), "first_seconds": seconds, **errors}]
 

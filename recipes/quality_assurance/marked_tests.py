@@ -150,15 +150,15 @@ def package_rows(tests: Rows) -> dict[str, Rows]:
 
 
 def packages_page(report: dict[str, Any]) -> str:
-    """Return the largest relative differences, and the verdict with its reason."""
+    """Return the largest relative differences, and what follows from them."""
     lines, compared, skipped = [], report["comparisons"], report["not_run"]
     for row in (*compared, *skipped):
         package = f"{row['package']} {row.get('package_version', '')}".strip()
         line = {"package": package, "mechanism": f"`{row['mechanism']}`", "case": row["case"]}
         for title, name in DIFFERENCES.items():
             line[title] = "" if name not in row else f"{row[name]:.0e}" if row[name] else "0"
-        verdict = ": ".join(filter(None, (row["verdict"], row["why"]))) if "verdict" in row else None
-        lines.append({**line, "verdict": verdict or f"not run: {row['reason']}"})
+        result = ": ".join(filter(None, (row["verdict"], row["why"]))) if "verdict" in row else None
+        lines.append({**line, "result": result or f"not run: {row['reason']}"})
     equal = sum(row["verdict"] == "equal" for row in compared)
     head = (
         "By `python -m recipes.quality_assurance.marked_tests packages`: the same inputs through the code of another "

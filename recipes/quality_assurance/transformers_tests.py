@@ -198,7 +198,7 @@ RANK = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The verdicts
+# What the outcomes say
 
 
 def classified(row: dict[str, str], control: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -218,30 +218,24 @@ KINDS = ("fails unpatched too", "explained", "unexplained")
 
 
 def counts(rows: list[dict[str, str]]) -> dict[str, int]:
-    verdicts = {kind: sum(row.get("verdict") == kind for row in rows) for kind in KINDS}
-    return {kind: sum(row["outcome"] == kind for row in rows) for kind in RANK} | verdicts
+    by_kind = {kind: sum(row.get("verdict") == kind for row in rows) for kind in KINDS}
+    return {kind: sum(row["outcome"] == kind for row in rows) for kind in RANK} | by_kind
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return numbers by run, every failure with its reason, every reason for skipping."""
+    """Return numbers by run, and every failure with its reason."""
     generation = report.get("generation", {"runs": []})
     tests = pd.DataFrame(
         {**row, "family": run["family"], "attention": run["attention"]}
         for run in (*report["runs"], *generation["runs"])
         for row in run["tests"]
+        if "verdict" in row
     ).fillna("")
-    keys = ["test", "reason", "verdict", "why"]
-    failed = (
-        tests[tests["verdict"] != ""].groupby(keys)[["family", "attention"]].apply(_where).reset_index(name="where")
-    )
+    groups = tests.groupby(["test", "reason", "verdict", "why"])[["family", "attention"]]
+    failed = groups.apply(_where).reset_index(name="where")
     failed["why"] = failed["why"].where(failed["why"] != "", failed["verdict"])
     failed = failed.assign(test="`" + failed["test"] + "`", reason=failed["reason"].str.slice(stop=140))
     failed = failed[["test", "where", "reason", "why"]].rename(columns={"reason": "what it says"})
-    skipped = tests[tests["outcome"] == "skipped"]
-    # The same sentence for every class of model.
-    reasons = skipped["reason"].str.replace(r"\b(Bert|GPT2|Llama)\w*", "the model", regex=True)
-    reasons = reasons.replace("", "no reason given").rename("reason, in the words of the suite")
-    listed = skipped["test"].groupby(reasons).agg(lambda names: ", ".join(f"`{name}`" for name in sorted(set(names))))
     parts = [
         "# Transformers' common tests on patched models",
         "By `python -m recipes.quality_assurance.transformers_tests`: the tests of transformers "
@@ -252,8 +246,7 @@ def page(report: dict[str, Any]) -> str:
     if generation["runs"]:
         head = f"The mixin of generation: {generation['source']}."
         parts += ["## Generation", head, _numbers(generation["runs"])]
-    parts += ["## Not as in the control", to_markdown(failed, text_columns=None), "## Skipped"]
-    return "\n\n".join([*parts, to_markdown(listed.reset_index(name="tests"), text_columns=None)]) + "\n"
+    return "\n\n".join([*parts, "## Not as in the control", to_markdown(failed, text_columns=None)]) + "\n"
 
 
 def _numbers(runs: list[dict[str, Any]]) -> str:
