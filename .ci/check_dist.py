@@ -1,4 +1,4 @@
-"""Check what a wheel and an sdist hold: `python .ci/check_dist.py DIST_FOLDER`.
+"""Check what is in a wheel and an sdist: `python .ci/check_dist.py DIST_FOLDER`.
 
 A wheel for one platform must have kernels for all instruction sets of this machine.
 """
@@ -14,14 +14,11 @@ from pathlib import Path
 
 
 def package_files(root: Path) -> set[str]:
-    """The files of the package that must be in the wheel."""
-    package = root / "hf_linear_attn"
-    kept = [
-        path
-        for path in package.rglob("*")
-        if path.suffix in (".py", ".typed", ".h", ".cpp") or path.parent.name == "templates"
-    ]
-    return {path.relative_to(root).as_posix() for path in kept if path.is_file() and "__pycache__" not in path.parts}
+    """Return the files of the package that must be in the wheel."""
+    files = [path for path in (root / "hf_linear_attn").rglob("*") if path.is_file()]
+    suffixes = (".py", ".typed", ".h", ".cpp")
+    shipped = [path for path in files if path.suffix in suffixes or path.parent.name == "templates"]
+    return {path.relative_to(root).as_posix() for path in shipped if "__pycache__" not in path.parts}
 
 
 def main(folder: str) -> int:
@@ -43,12 +40,11 @@ def main(folder: str) -> int:
         for name in sorted(names)
         if not name.startswith("hf_linear_attn/") and ".dist-info/" not in name
     ]
-    wanted = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"]
-    wanted += [path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py")]
-    problems += [f"not in the sdist: {name}" for name in sorted({*wanted, *package_files(root)} - sources)]
-    sys.stdout.write(
-        "\n".join([*problems, f"{wheel.name}: {len(names)} files", f"{sdist.name}: {len(sources)} files"]) + "\n"
-    )
+    expected = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"]
+    expected += [path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py")]
+    problems += [f"not in the sdist: {name}" for name in sorted({*expected, *package_files(root)} - sources)]
+    counts = [f"{wheel.name}: {len(names)} files", f"{sdist.name}: {len(sources)} files"]
+    sys.stdout.write("\n".join([*problems, *counts]) + "\n")
     return 1 if problems else 0
 
 
