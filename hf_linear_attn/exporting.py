@@ -72,7 +72,8 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
     Raises:
         ImportError: Packages of the extra `export` are missing.
         ValueError: The checkpoint is not patched, or the folder must not be replaced.
-        NotImplementedError: An encoder-decoder, or a mechanism that cannot be exported with a free length.
+        NotImplementedError: An encoder-decoder, a mechanism that cannot be exported with a free length, or a state in
+            int8 to ONNX.
         RuntimeError: The exported graph computes something else than the model.
     """
     from .checkpoints import copy_companions, load_pretrained
@@ -99,6 +100,7 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
+    from .integration.install import installed_layers
     from .integration.positions import length_limit
 
     # Of torch.onnx's optimisations one rewrite rule takes longer than all else: it goes through the graph once a node.
@@ -106,6 +108,12 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     exporter, settings = onnx if format == "onnx" else (DynamoExporter(), DynamoConfig)
     if model.config.is_encoder_decoder:
         raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")
+    stored = [layer.options.get("cache_dtype") for layer in installed_layers(model).values()]
+    if format == "onnx" and model.can_generate() and "int8" in stored:
+        raise NotImplementedError(
+            "cache_dtype='int8' cannot be exported to ONNX, which does not read bytes of a state as float32. Patch the "
+            "model with cache_dtype='auto', or export with format='torch'."
+        )
     limit = length_limit(model)
     inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
     if model.can_generate():

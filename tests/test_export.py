@@ -16,7 +16,8 @@ from hf_linear_attn.integration.cache import state_layer
 from hf_linear_attn.integration.positions import length_limit
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
-from tests.tiny_models import save_checkpoint, tiny_model
+from tests.small import patched
+from tests.tiny_models import LLAMA, save_checkpoint, tiny_model
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
 
@@ -80,6 +81,13 @@ def test_a_decoder_goes_on_from_its_state(checkpoint, architecture, name, format
         cache, start = output.past_key_values, stop
         assert_close(output.logits[:, -1], expected[:, stop - 1])
     assert int(cache.get_seq_length()) == 115
+
+
+def test_onnx_refuses_a_state_in_int8(tmp_path, capsys):
+    patched("hedgehog", LLAMA, exact_heads=[1], cache_dtype="int8").save_pretrained(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "onnx"]) == 1
+    assert "cache_dtype='int8' cannot be exported to ONNX" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("package", ["onnxscript", "transformers.exporters"])
