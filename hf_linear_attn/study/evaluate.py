@@ -165,7 +165,7 @@ def evaluate(
         for one in models:
             facts = one.inputs.facts
             counts = f"{inputs_text(facts['train'])} to train on, {inputs_text(facts['held_out'])} held out"
-            study.log(f"Data: {facts['source']}: {facts['rows']}; {counts}")
+            study.progress.log(f"Data: {facts['source']}: {facts['rows']}; {counts}")
         converted = [measure_quality(study, one) for one in models]
         notes: list[str] = []
         if timing and first.settings.lengths:
@@ -244,7 +244,7 @@ def measure_quality(study: Study, one: Evaluated) -> dict[str, Loader]:
                 converted[label] = variant.load
         if label:
             results = ", ".join(f"{title} " + " → ".join(part) for title, part in texts.items())
-            study.log(f"{task}{label}: {results}")
+            study.progress.log(f"{task}{label}: {results}")
     return converted
 
 

@@ -85,16 +85,16 @@ class LayerSearch:
         part = "key-value heads" if self.heads else "layers"
         measured = []
         for index, one in enumerate(path):
-            self.study.status(f"models with linear {part}", index, len(path))
+            self.study.progress.status(f"models with linear {part}", index, len(path))
             measured.append(self.with_quality(one, "choice"))
         exact = Candidate(divergence=0.0, score=references["choice"]["score"], damage=0.0)
         for cost, length in self.costs():
             getattr(exact, cost)[str(length)] = 1.0
             for index, one in enumerate(measured):
-                self.study.status(f"{cost} at {length:,} tokens", index, len(path))
+                self.study.progress.status(f"{cost} at {length:,} tokens", index, len(path))
                 measured[index] = self.with_cost(one, cost, length, "choice", self.seconds)
         chosen, within_budget = self.choose(measured, informative)
-        self.study.status("verification", 0, 1)
+        self.study.progress.status("verification", 0, 1)
         verified = self.with_quality(replace(chosen, speedup={}, unsure=[]), "verification")
         if budget.cost == "speedup" and budget.length:
             verified = self.with_cost(verified, "speedup", budget.length, "verification", 3 * self.seconds)
@@ -139,7 +139,7 @@ class LayerSearch:
         """The values of the exact model and of the model without attention, on both data sets."""
         values = {}
         for index, data in enumerate(self.measurements):
-            self.study.status("the exact model, and without attention", index, len(self.measurements))
+            self.study.progress.status("the exact model, and without attention", index, len(self.measurements))
             exact, floor = references_of(self.exact)
             values[data] = self.values(data, "exact", exact.load)
             values[f"{data}, no attention"] = self.values(data, "none", floor.load)
@@ -156,7 +156,7 @@ class LayerSearch:
         """Measure a model for each layer by itself."""
         rows = []
         for index, layer in enumerate(map(int, self.mechanisms)):
-            self.study.status("models with one linear layer", index, len(self.mechanisms))
+            self.study.progress.status("models with one linear layer", index, len(self.mechanisms))
             rows.append(self.with_quality(Candidate(1, [layer], added=layer), "choice"))
         return rows
 

@@ -125,12 +125,12 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
 
 def _log_data(study: Study, facts: dict[str, Any]) -> None:
     model, data = facts["model"], facts["data"]
-    study.log(f"Model: {model['name']}, {model['class']}, {model['parameters']:,} parameters")
+    study.progress.log(f"Model: {model['name']}, {model['class']}, {model['parameters']:,} parameters")
     uses = {"transfer": "train", "choice": "choice", "verification": "verification"}
     rows = [f"{inputs_text(data[part])} for the {use}" for use, part in uses.items()]
-    study.log(f"Data: {data['source']}: {data['rows']}; {', '.join(rows)}")
+    study.progress.log(f"Data: {data['source']}: {data['rows']}; {', '.join(rows)}")
     assert study.folder is not None
-    study.log(f"Records: {study.folder / RECORDS_FILE}; a run that is stopped continues with --resume")
+    study.progress.log(f"Records: {study.folder / RECORDS_FILE}; a run that is stopped continues with --resume")
 
 
 def prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
@@ -216,7 +216,7 @@ def choose_heads(study: Study, one: PlannedModel, config: PlanConfig) -> list[Ex
     """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`), once."""
     import pandas as pd
 
-    study.status("the choice of exact heads", 0, 1)
+    study.progress.status("the choice of exact heads", 0, 1)
 
     def rank() -> Values:
         search = find_exact_heads(

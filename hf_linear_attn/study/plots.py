@@ -116,7 +116,7 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     means = []
     for label in evaluation.labels:
         points = [evaluation.quality(score, label, before=before) for before in (True, False)]
-        known, speedup = [point.mean for point in points if point is not None], evaluation.speedup(label, length)[0]
+        known, speedup = [point.mean for point in points if point is not None], evaluation.speedup(label, length)
         if not known or speedup is None:
             continue
         style = {**_style(evaluation, label), "linestyle": "none", "markersize": 9}

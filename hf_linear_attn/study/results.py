@@ -204,20 +204,22 @@ class Evaluation:
         """The timed length that is nearest to the user's own."""
         return self.nearest_length()
 
-    def speedup(self, label: str, length: int, measurement: str = FORWARD) -> tuple[float | None, bool]:
-        """Return the time of the exact model divided by this one's, both timed side by side, and whether it is sure.
+    def speedup(self, label: str, length: int, measurement: str = FORWARD) -> float | None:
+        """Return the time of the exact model divided by this one's; both were timed side by side."""
+        rows = self._timings(label, measurement, length=length)
+        return float(rows["speedup"].iloc[-1]) if len(rows) else None
 
-        It is not where its spread is wider than its effect (see `utils.timing.is_measurable`).
-        """
-        rows = self.select(measurement, "seconds", label=label, length=length, batch_size=1).dropna(subset="speedup")
-        if not len(rows):
-            return None, True
-        row = rows.iloc[-1]
-        return float(row["speedup"]), is_measurable(row["speedup_p20"], row["speedup_p80"])
+    def measurable(self, label: str, length: int, measurement: str = FORWARD) -> bool:
+        """Return whether the spread of a speedup is narrower than its effect (see `utils.timing.is_measurable`)."""
+        rows = self._timings(label, measurement, length=length)
+        return not len(rows) or is_measurable(rows["speedup_p20"].iloc[-1], rows["speedup_p80"].iloc[-1])
+
+    def _timings(self, label: str, measurement: str = FORWARD, **columns: Any) -> pandas.DataFrame:
+        return self.select(measurement, "seconds", label=label, batch_size=1, **columns).dropna(subset="speedup")
 
     def crossover(self, label: str) -> Crossover | None:
         """Return the length from which a mechanism is faster than the exact model, by what is measurable."""
-        rows = self.select(FORWARD, "seconds", label=label, batch_size=1).dropna(subset="speedup").sort_values("length")
+        rows = self._timings(label).sort_values("length")
         rows = rows[[*map(is_measurable, rows["speedup_p20"], rows["speedup_p80"])]]
         return crossover(rows["length"].astype(int).tolist(), rows["speedup"].tolist()) if len(rows) else None
 
@@ -279,9 +281,9 @@ class Evaluation:
     def _conclusion(self, label: str) -> Conclusion:
         parts, speedup = [], None
         if self.length is not None:
-            speedup, is_sure = self.speedup(label, self.length)
-            parts += [] if speedup is None else [f"{_speed_text(speedup, is_sure)} at {self.length:,} tokens"]
-            speedup = speedup if is_sure else None
+            speedup, measurable = self.speedup(label, self.length), self.measurable(label, self.length)
+            parts += [] if speedup is None else [f"{_speed_text(speedup, measurable)} at {self.length:,} tokens"]
+            speedup = speedup if measurable else None
         comparisons = [one for score in self.scores if (one := self.compare(label, score)) is not None]
         worthwhile = _worthwhile(speedup, comparisons[0] if comparisons else None)
         if worthwhile is not False and self._quality_of_short_inputs():
@@ -364,8 +366,9 @@ class Evaluation:
         if label == EXACT_LABEL:
             seconds = self.value(measurement, "seconds", label=label, length=length, batch_size=1)
             return _text(seconds, FORMATS["seconds"])
-        speedup, is_sure = self.speedup(label, length, measurement)
-        return _text(speedup, FORMATS["speedup"]) if is_sure else NOT_MEASURABLE
+        if not self.measurable(label, length, measurement):
+            return NOT_MEASURABLE
+        return _text(self.speedup(label, length, measurement), FORMATS["speedup"])
 
     def report(self, folder: str | Path) -> Path:
         """Write `report.html` with its plots and `report.md` to a folder; return the path of the page.

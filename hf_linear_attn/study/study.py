@@ -84,14 +84,6 @@ class Study:
         self.records.add(conditions, values, label=label)
         return parameters
 
-    def log(self, message: str) -> None:
-        """Report a result that stays on the screen."""
-        self.progress.log(message)
-
-    def status(self, message: str, done: int = 0, total: int | None = None) -> None:
-        """Report what is being done, and how much of it is done."""
-        self.progress.status(message, done, total)
-
 
 def check_study(folder: str | Path | None, *, resume: bool = False, overwrite: bool = False) -> None:
     """Raise an error, without writing, where a folder cannot hold a study (see `utils.files.check_output`)."""
@@ -132,12 +124,12 @@ def open_study(
     with nullcontext() if path is None else open_output(path, RESULTS, overwrite=overwrite):
         study = Study(path, Records(path and path / RECORDS_FILE), progress)
         if len(study.records):
-            study.log(f"{len(study.records)} records of earlier runs are used where they fit.")
+            study.progress.log(f"{len(study.records)} records of earlier runs are used where they fit.")
         study.records.start_run(tool, settings, environment(device))
         try:
             yield study
         except BaseException:
             if path is not None and len(study.records):
                 stored = f"{len(study.records)} records are in {path / RECORDS_FILE}"
-                study.log(f"{stored}. To continue: the same command with --resume.")
+                study.progress.log(f"{stored}. To continue: the same command with --resume.")
             raise

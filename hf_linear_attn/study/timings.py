@@ -77,7 +77,7 @@ def _sweep(
             device = exact.model.device
             reason = reason_to_skip(known.values, growth, settings.seconds, device, set() if single else quadratic)
         if reason is None:
-            study.status(f"{name}: {length:,} tokens", index, len(lengths))
+            study.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
             function = partial(_time, variants, settings, measurement, tokens, length, batch_size)
             try:
                 done[length] = study.measure(conditions, function)

@@ -63,7 +63,7 @@ class Variant:
         records = {}
         for conditions, metric in measurements:
             stage = f"{status}: {conditions.measurement.replace('_', ' ')}"
-            watch = partial(study.status, stage) if status else report_nothing
+            watch = partial(study.progress.status, stage) if status else report_nothing
             function = partial(self._measured, metric, watch)
             records[conditions.measurement] = study.measure(self.of(conditions), function, label=self.label)
         return records
@@ -144,7 +144,7 @@ def transferred(
             steps=settings.steps,
             validation=inputs.validation,
             evaluate_every=max(settings.steps // settings.evaluations, 1),
-            progress=lambda step, total, loss: study.status(
+            progress=lambda step, total, loss: study.progress.status(
                 f"{label}: attention transfer, loss {loss:.3f}", step, total
             ),
         )
