@@ -419,11 +419,13 @@ def mechanisms_table() -> str:
 
 
 def evaluation_summary(folder: str = "recipes/results/evaluate-minilm") -> str:
-    """The summary of a committed report of `evaluate`, and its plot of quality against speed."""
-    text = (ROOT / folder / "report.md").read_text(encoding="utf-8").partition("\n## ")[0]
-    _, _, summary = text.strip().partition("\n\n")
-    picture = f"![Quality against speed]({folder}/quality_vs_speed.png)"
-    return f"{summary.strip()}\n\n[The whole report]({folder}/report.md).\n\n{picture}"
+    """The table of a committed report of `evaluate`, and its plot of quality against speed."""
+    _, head, table, *_ = (ROOT / folder / "report.md").read_text(encoding="utf-8").split("\n\n")
+    link, picture = (
+        f"[The whole report]({folder}/report.md).",
+        f"![Quality against speed]({folder}/quality_vs_speed.png)",
+    )
+    return "\n\n".join([head, re.sub(" {2,}", " ", re.sub("-{3,}", "---", table)), link, picture])
 
 
 def plan_table(folder: str = "recipes/results/plan-smollm2") -> str:
