@@ -17,9 +17,9 @@ when the context has been read and before the question is known, as in kvpress (
   arXiv:2410.10819), chosen by `find_exact_heads` in place of trained gates; the variant *near* of `smollm2.py`;
 - razor-attention: as before, with the heads that a probe of looking things up finds (Tang et al. 2024,
   arXiv:2407.15891), without its compensation token;
-- mixture: the same heads exact, the others `window` with a linear part; window: no exact head; store: no exact head, a
-  third of each window as a store of keys. They are calibrated on training text, and none is trained. Folders that
-  `convert` wrote are measured too: `--converted out-a out-b`.
+- mixture: the same heads exact, the others `window` with a linear part; mixture-int8: with keys and values in int8;
+  window: no exact head; store: no exact head, a third of each window as a store of keys. They are calibrated on
+  training text, and none is trained. Folders that `convert` wrote are measured too: `--converted out-a out-b`.
 
 The output folder is a study: `records.jsonl` has every answer as soon as it is given, and a second call goes on where
 the first one stopped. `report.md` has the table and `bytes.png`. `--model` takes any decoder with rotary positions.
@@ -62,6 +62,7 @@ from hf_linear_attn.study.loading import load_exact
 from hf_linear_attn.study.plots import STYLE, new_figure, png
 from hf_linear_attn.study.records import Conditions
 from hf_linear_attn.study.study import Study, open_study
+from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.formatting import format_bytes
 from hf_linear_attn.utils.models import shared_copy
@@ -71,7 +72,7 @@ EXACT = "exact"
 QUANTIZED = {"int8": 8, "int4": 4}
 PRESSES = ("streaming-llm", "snapkv", "keydiff", "expected-attention")
 SHARES = (0.5, 0.25)
-OURS = ("duo-attention", "razor-attention", "mixture", "window", "store")
+OURS = ("duo-attention", "razor-attention", "mixture", "mixture-int8", "window", "store")
 VARIANTS = (EXACT, *QUANTIZED, *(f"{name}-{share * 100:.0f}" for name in PRESSES for share in SHARES), *OURS)
 
 #: kvpress' defaults: tokens at the beginning that are always kept; queries that vote, and how far a vote spreads;
@@ -360,6 +361,8 @@ class Rivals:
             window |= {"window_size": size - size // 3, "store_size": size // 3}
         if variant.endswith("-attention"):
             window |= {"mix_init": CLOSED_MIX}
+        if variant.endswith("-int8"):
+            window |= {"cache_dtype": "int8"}
         heads = {} if variant in ("store", "window") else self.heads(variant)["plan"]
         return {**heads, "default": window}
 
@@ -498,7 +501,8 @@ class Rivals:
         """Write `report.md`, its picture and `results.json` from the measurements that the folder has so far."""
         rows = self.results()
         config = {name: Path(one).name if isinstance(one, str) else one for name, one in to_dict(self.config).items()}
-        write_json(self.folder / "results.json", {"model": self.name, "config": config, "rows": rows})
+        facts = {"model": self.name, "config": config, "environment": environment(torch.device("cpu"))}
+        write_json(self.folder / "results.json", {**facts, "rows": rows})
         atomic_write(self.folder / "bytes.png", bytes_plot(rows))
         parts = [f"# Ways to a smaller cache: {self.name}", summary_table(rows).to_markdown(index=False)]
         parts += [EXPLANATION, "![Loss and recall by bytes of the cache](bytes.png)"]

@@ -27,7 +27,7 @@ from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
 from hf_linear_attn.utils.timing import crossover
 
-from .. import sentence_encoder, smollm2
+from .. import rivals, sentence_encoder, smollm2
 from ..tables import EMPTY, RESULTS, ROOT, read_json, to_markdown
 
 FILES = ("README.md", "recipes/README.md", "recipes/results/README.md", "docs/*.md")
@@ -332,6 +332,11 @@ SMOLLM2_FOLDERS = {
 }
 
 
+#: Variants and columns of the short table of rivals.
+RIVALS_ROWS = ("exact", "int8", "int4", "expected-attention-25", "duo-attention", "mixture", "mixture-int8")
+RIVALS_COLUMNS = ("context", "variant", "cache", "loss", "niah", "time", "preparation")
+
+
 def smollm2_table(rows: Sequence[str] = ()) -> str:
     """The committed conversions of SmolLM2: a row for each variant (or some), what it is at 2,048 and 8,192 tokens."""
     measured: dict[str, Any] = {}
@@ -343,6 +348,15 @@ def smollm2_table(rows: Sequence[str] = ()) -> str:
     table = smollm2.summary_table({name: one for name, one in measured.items() if not rows or name in rows})
     shown = [name for name in table if name.endswith(("variant", "2,048", "8,192"))]
     return to_markdown(table[shown], text_columns=None)
+
+
+def rivals_table(variants: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
+    """Ways to a smaller cache of SmolLM2: a row for each length and variant, or some of them."""
+    rows = read_json("rivals/results.json")["rows"]
+    table = rivals.summary_table([row for row in rows if not variants or row["variant"] in variants])
+    return to_markdown(
+        table[[name for name in table if not columns or name.startswith(tuple(columns))]], text_columns=2
+    )
 
 
 def sentence_encoder_tables() -> str:
@@ -467,6 +481,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory_tables,
     "onnx": onnx_table,
     "plan-heads": plan_table,
+    "rivals": rivals_table,
+    "rivals-short": partial(rivals_table, RIVALS_ROWS, RIVALS_COLUMNS),
     "sentence-encoder": sentence_encoder_tables,
     "smollm2": partial(smollm2_table, SMOLLM2_ROWS),
     "smollm2-controls": smollm2_table,
