@@ -1,5 +1,6 @@
 """Exact softmax in a window, a feature map outside it, one normaliser."""
 
+import warnings
 from dataclasses import field, replace
 from typing import Any, Literal
 
@@ -204,12 +205,15 @@ class WindowAttention(HybridAttention):
             self.transfer_loss = "outputs"
         self.log_mix = constant_parameter(shape.num_heads, value=float(options.mix_init))
         self.mix_weight = constant_parameter(shape.num_heads, shape.head_dim)
+        self._may_warn = options.mix_init == UNFITTED_MIX
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         if (step := run_prepared(self, inputs)) is not None:
             return step
         self.begin_forward(inputs)
         self._check_store(inputs.causal)
+        if self._may_warn and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._warn_if_closed()
         if inputs.ranks is None and self._is_within_window(inputs):
             return softmax_attention(*inputs.tensors, None, inputs.scaling, inputs.causal), None
         if inputs.ranks is not None:
@@ -234,6 +238,16 @@ class WindowAttention(HybridAttention):
         call = self._call(inputs, log_mix, sinks=options.sink_tokens, store=options.store_size)
         call.cache_dtype = stored_dtype(options.cache_dtype, inputs.key, inputs.value)
         return call
+
+    def _warn_if_closed(self) -> None:
+        """Warn once that training does not open a part which was never fitted: no gradient reaches it."""
+        if bool((self.log_mix == UNFITTED_MIX).all()):
+            warnings.warn(
+                "The part outside of the window is closed until it is fitted, and training does not open it. Call "
+                "hf_linear_attn.calibrate(model, batches) first, or set mix_init.",
+                stacklevel=2,
+            )
+        self._may_warn = False
 
     def _check_store(self, causal: bool) -> None:
         if self.options.store_size and not causal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from transformers import BertModel
@@ -100,3 +102,21 @@ def test_it_is_learned_by_transfer_and_saved(tmp_path):
     model.save_pretrained(tmp_path)
     again = dict(hla.load_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(again[name], parameter) for name, parameter in learned.items())
+
+
+def test_training_a_part_that_was_never_fitted_is_warned_of_once() -> None:
+    torch.manual_seed(0)
+    model = hla.patch_model(tiny_model("llama"), "window", window_size=4).train()
+    ids = torch.randint(3, 50, (1, 12))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+    with pytest.warns(UserWarning, match=r"training does not open it. Call hf_linear_attn.calibrate\(model, batches\)"):
+        model(ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+        fitted = hla.patch_model(tiny_model("llama"), "window", window_size=4)
+        hla.calibrate(fitted, [{"input_ids": ids}])
+        fitted.train()(ids)
+        hla.patch_model(tiny_model("llama"), "window", window_size=4, feature_map="hedgehog").train()(ids)
