@@ -435,11 +435,9 @@ def mechanisms_table() -> str:
 def evaluation_summary(folder: str = "recipes/results/evaluate-minilm") -> str:
     """The table of a committed report of `evaluate`, and its plot of quality against speed."""
     _, head, table, *_ = (ROOT / folder / "report.md").read_text(encoding="utf-8").split("\n\n")
-    link, picture = (
-        f"[The whole report]({folder}/report.md).",
-        f"![Quality against speed]({folder}/quality_vs_speed.png)",
-    )
-    return "\n\n".join([head, re.sub(" {2,}", " ", re.sub("-{3,}", "---", table)), link, picture])
+    table = re.sub("-{3,}", "---", re.sub(" {2,}", " ", table))
+    links = f"[The whole report]({folder}/report.md).", f"![Quality against speed]({folder}/quality_vs_speed.png)"
+    return "\n\n".join([head, table, *links])
 
 
 def plan_table(folder: str = "recipes/results/plan-smollm2") -> str:
