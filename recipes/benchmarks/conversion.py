@@ -24,8 +24,9 @@ from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.loading import is_decoder, load_exact
 from hf_linear_attn.study.settings import PYTHON_DOCUMENTATION
 from hf_linear_attn.training.models import load_tokenizer
-from hf_linear_attn.training.options import FinetuneConfig, StageConfig, TrainingRunConfig
+from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy
+from hf_linear_attn.utils.options import make_config, to_dict
 
 from . import workloads
 from .runner import Cell, Cells, Rows
@@ -39,8 +40,12 @@ Options = dict[str, Any]
 
 
 def read_options(path: str | Path) -> Options:
-    """Return the options of a conversion in a YAML file."""
-    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    """Return all options of a conversion, those of a YAML file among them.
+
+    Raises:
+        TypeError, ValueError: An unknown option, or a value that it does not take.
+    """
+    return to_dict(make_config(ConvertConfig, None, yaml.safe_load(Path(path).read_text(encoding="utf-8"))))
 
 
 def finetuned(options: Options, stage: str, *, output: Path, **changes: Any) -> Path:
@@ -124,7 +129,7 @@ def _converted(exact: Callable[[], Path], options: Options) -> Rows:
     """Convert the fine-tuned model, and keep the numbers only."""
     model, began = str(exact()), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        results = hla.convert(**options, model=model, output=f"{folder}/converted")
+        results = hla.convert(**options | {"model": model, "output": f"{folder}/converted"})
     stages = {stage: results["stages"][stage] for stage in STAGES if stage in results["stages"]}
     seconds = round(time.perf_counter() - began, 1)
     facts = {name: results[name] for name in ("learned_parameters", "data")}

@@ -14,8 +14,6 @@ import yaml
 from sklearn.metrics import matthews_corrcoef
 
 from hf_linear_attn.registry import ATTENTIONS
-from hf_linear_attn.training.options import ConvertConfig
-from hf_linear_attn.utils.options import make_config
 from recipes.benchmarks import conversion, proteins
 from recipes.tables import read_json
 from tests.cases import entries, serves
@@ -39,8 +37,13 @@ def short_config(path: Path, name: str, **changes: Any) -> str:
 
 @pytest.mark.parametrize("name", ["glue", "proteins"])
 def test_committed_options_can_be_read(name: str) -> None:
-    options = conversion.read_options(conversion.CONFIGS / f"{name}.yaml")
-    assert make_config(ConvertConfig, None, options).save_steps == 0
+    assert conversion.read_options(conversion.CONFIGS / f"{name}.yaml")["save_steps"] == 0
+
+
+def test_unknown_options_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("data:\n  longest: 512\n", encoding="utf-8")
+    with pytest.raises(TypeError, match="longest"):
+        conversion.read_options(tmp_path / "wrong.yaml")
 
 
 @pytest.mark.slow
