@@ -10,8 +10,6 @@ encoder, fine-tuned or not (`--teacher.num_train_epochs 0` for one that is). GLU
 `--data.folder`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ reviews (IMDB, from the Hub or from `--data.folder`). Any csv, json or parquet f
 do: `--data.task null --data.dataset FILE --data.text_columns COLUMN`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ local file or folder, or a data set on the Hub; csv, json, parquet and plain tex
 names the column.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -15,8 +15,6 @@ Without --config the options are those of `recipes/configs/sentence-encoder-cpu.
 with mean pooling.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

@@ -26,8 +26,6 @@ that are there. A second call goes on where the first one stopped.
 Without --config the options are those of `recipes/configs/smollm2-cpu.yaml`. `--model` takes any other decoder.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Files of results, and the one way in which they become Markdown."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

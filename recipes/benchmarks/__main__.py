@@ -12,8 +12,6 @@ on. OUTPUT/results.json has the settings, the machine and all rows: copied to re
 run and compares ratios, never times; the exit code is 1 if one became worse by more than the noise.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

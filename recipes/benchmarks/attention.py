@@ -1,7 +1,5 @@
 """Attention by itself: time and memory of every mechanism and backend, and other packages, beside `sdpa` and limits."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings

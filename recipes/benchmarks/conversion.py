@@ -1,7 +1,5 @@
 """What conversion costs: GLUE, perplexity, and the fidelity of every mechanism, beside equally trained exact models."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

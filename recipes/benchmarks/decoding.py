@@ -1,7 +1,5 @@
 """Decoding: one attention step after a context, beside a key-value cache that grows and the state's own update."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

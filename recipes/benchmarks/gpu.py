@@ -1,7 +1,5 @@
 """All that must be known about a GPU, in minutes: kernels, attention, decoding, and a step of conversion."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whole models of known shapes with random weights: passes, decoding, torch.compile, attention transfer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

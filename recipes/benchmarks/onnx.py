@@ -1,7 +1,5 @@
 """Time and memory of an encoder under ONNX Runtime, exact and linear."""
 
-from __future__ import annotations
-
 import resource
 import tempfile
 import time

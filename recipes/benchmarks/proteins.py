@@ -5,8 +5,6 @@ random weights. The csv file has the columns `sequence`, `membrane` (0 or 1) and
 one); the last two partitions are held out.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -4,8 +4,6 @@ A benchmark is a generator function. It yields cells, and gets back the rows of 
 take too long, by what the cells before took. Its parameters are the options of the command line.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field

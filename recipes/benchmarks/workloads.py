@@ -1,13 +1,11 @@
 """What is timed: mechanisms by themselves on random q, k, v and each backend, and models of known shapes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -45,7 +43,7 @@ class Inputs:
     gradient: Tensor
 
     @classmethod
-    def make(cls, batch: int, heads: int, length: int, dim: int, dtype: str, device: Any, seed: int) -> Inputs:
+    def make(cls, batch: int, heads: int, length: int, dim: int, dtype: str, device: Any, seed: int) -> Self:
         generator = torch.Generator().manual_seed(seed)
         tensors = (torch.randn(batch, heads, length, dim, generator=generator) for _ in range(4))
         return cls(*(tensor.to(device, getattr(torch, dtype)) for tensor in tensors))

@@ -6,8 +6,6 @@
 A table is written between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, wherever these marks are.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -16,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 
@@ -48,7 +46,7 @@ class Results:
     rows: pd.DataFrame
 
     @classmethod
-    def read(cls, path: str | Path) -> Results:
+    def read(cls, path: str | Path) -> Self:
         data = read_json(path)
         return cls(data["settings"], machine_of(data["environment"]), pd.json_normalize(data["rows"]))
 

@@ -15,8 +15,6 @@ and ends with exit code 1 if a test failed.
   (`pytest tests/peers -m peer`, a minute). Lists what could not run; tests/peers says how each package is installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

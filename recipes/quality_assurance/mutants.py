@@ -14,8 +14,6 @@ every kernel with the definitions), what builds, checks and chooses them, and wh
 modules, decorated functions and decorators.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ of which `tests/generation` alone is used: its mixin is run over the decoders, a
 version asks and the installed one no longer does fails in the control too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
