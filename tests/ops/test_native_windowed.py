@@ -92,6 +92,24 @@ def test_output_and_gradients_are_the_definitions(shape, window, feature_map, ki
             assert_near(ours, theirs, 1e-4)
 
 
+@BOTH
+@pytest.mark.parametrize("feature_map", ["hedgehog", "vq"])
+@pytest.mark.parametrize("log_mix", [-86.0, -89.0, -100.0, -103.5, -110.0, -1e4])
+def test_weights_of_nearly_nothing_have_gradients_of_nothing(log_mix, feature_map, causal):
+    """Below exp(-87.3) mixing weights have no inverse in float32."""
+    shape = (1, 2, 1, 70)
+    mechanism = build(shape, 9, feature_map, causal=causal)
+    mechanism.log_mix.data.fill_(log_mix)
+    tensors = [tensor.requires_grad_() for tensor in inputs(shape)]
+    out, _ = attend("native", mechanism, tensors, causal)
+    actual = torch.autograd.grad(out.square().sum(), [*tensors, *mechanism.parameters()])
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = torch.autograd.grad(definition(mechanism.double(), doubles, causal, None).square().sum(), doubles)
+    for ours, theirs in zip(actual, expected, strict=False):
+        assert_near(ours, theirs, 1e-4)
+    assert all(gradient.abs().max() < 1e-5 for gradient in actual[3:])
+
+
 @pytest.mark.parametrize("sinks", [1, 20])
 @pytest.mark.parametrize("tokens", [(67, 128), (129, 3), (0, 200)], ids=str)
 def test_few_far_keys_and_rows_with_more_sinks_than_tokens(tokens, sinks):

@@ -81,7 +81,7 @@ struct FarForm {
       if (c.mix_gradient)
         c.mix_gradient[(s.b * c.heads + h) * c.length + s.position_of(start + t)] += dot(slope, feature, m_row);
       scale_all(slope, m_row, mix);
-      if (mix != 0.0f) scale_all(feature, m_row, 1.0f / mix);
+      if (std::isnormal(mix)) scale_all(feature, m_row, 1.0f / mix);  // the inverse of a smaller one is infinite
     }
     features_backward(pass.queries, s.b * c.heads + h, count, pass.back, c.query_weight_gradient, c.query_bias_gradient);
     float* rows = to.query_at(h - s.g * c.repeats(), s.position_of(start));
