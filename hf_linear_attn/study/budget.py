@@ -14,6 +14,7 @@ from ..config import DEFAULT_ATTENTION
 from ..feature_maps.base import AttentionShape
 from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.window import WindowAttention, WindowOptions
+from ..registry import ATTENTIONS, build_options
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,11 @@ class Choice:
 
 
 def choose(
-    budget: Budget, model: PreTrainedModel, longest: int, measure: Callable[[float, int], float | None]
+    budget: Budget,
+    model: PreTrainedModel,
+    longest: int,
+    measure: Callable[[float, int], float | None],
+    options: Mapping[str, Any] | None = None,
 ) -> Choice:
     """Choose exact heads and windows for a budget.
 
@@ -154,12 +159,14 @@ def choose(
         longest: Tokens of the longest training row.
         measure: Returns the damage of a share and a window in the budget's unit, or its speed relative to the exact
             model; None where it is undefined.
+        options: Options of the windows, beside their width.
 
     Raises:
         ValueError: The budget is of another kind, cannot be measured, or no choice meets it.
     """
     if budget.cost == "cache" and budget.length is not None:
-        return _by_cache(model, budget.limit / 100, budget.length)
+        window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
+        return _by_cache(model, budget.limit / 100, budget.length, window_options)
     unit = budget.unit
     if unit is not None and unit.measurement not in ("perplexity", "recall"):
         remedy = "Give a budget such as '25% cache at 8192', '2x at 4096', '2% perplexity' or '90% recall at 2048'."
@@ -176,9 +183,10 @@ def choose(
     raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. Allow more, or use plan.")
 
 
-def _by_cache(model: PreTrainedModel, limit: float, length: int) -> Choice:
+def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions) -> Choice:
     """Choose by the bytes of caches and states after `length` tokens in float32, relative to exact attention.
 
+    Exact heads count as in float32 also where the option `cache_dtype` is int8: a layer of nothing else ignores it.
     Layers that see a sliding window only keep their caches, and do not count.
     """
     layers = [(index, layer) for index, layer in enumerate(self_attention(model)) if layer.span == "full"]
@@ -188,7 +196,7 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int) -> Choice:
 
     @cache
     def state_bytes(shape: AttentionShape, width: int) -> int:
-        return WindowAttention(shape, WindowOptions(window_size=width)).state_bytes()
+        return WindowAttention(shape, replace(options, window_size=width)).state_bytes()
 
     states = {width: sum(state_bytes(shape, width) for shape in shapes) / whole for width in WINDOWS}
     fitting = [width for width, share in states.items() if share <= limit]
@@ -196,7 +204,8 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int) -> Choice:
         least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
         raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
     window = max([width for width in fitting if states[width] <= WINDOW_SHARE * limit], default=fitting[0])
-    # What share s of heads is exact: s + (1 - s) state = limit.
-    share = (limit - states[window]) / (1 - states[window])
-    reason = f"{limit:.1%} of the cache at {length:,} tokens"
+    # As many heads as fit are exact: of share s they and the others take s + (1 - s) state <= limit.
+    heads, state = sum(shape.num_key_value_heads for shape in shapes), states[window]
+    share = min(int(heads * (limit - state) / (1 - state)), heads - 1) / heads
+    reason = f"{share + (1 - share) * state:.1%} of the cache at {length:,} tokens"
     return Choice(share, window, f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads take {reason}")

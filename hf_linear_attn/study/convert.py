@@ -292,7 +292,7 @@ def _choice(run: Run, teacher: PreTrainedModel, heads: ExactHeads) -> Choice:
             return budget.unit.damage(*lost)
         return budget.unit.damage(exact, run.measure(name, student))
 
-    return choose(budget, teacher, longest, measure)
+    return choose(budget, teacher, longest, measure, config.options)
 
 
 def _recall(run: Run, name: str, model: PreTrainedModel, length: int | None) -> dict[str, Any]:

@@ -226,6 +226,8 @@ class ConvertConfig(TrainingRunConfig):
         for name, value in chosen.items():
             if getattr(self, name) != value:
                 raise OptionError(name, "is chosen by the budget: leave it out.")
+        if "window_size" in self.options:
+            raise OptionError("options.window_size", "is chosen by the budget: leave it out.")
         if self.task_type not in ("causal-lm", "classification") or self.data.task is not None:
             raise OptionError("budget", f"is for language models (task_type causal-lm), not {self.task_type}.")
         settled: dict[str, Any] = {"task_type": "causal-lm"}

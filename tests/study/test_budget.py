@@ -1,0 +1,33 @@
+"""Budgets of the cache: exact heads and windows that `choose` chooses, counted in the states of the mechanisms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.context import attention_modules
+from hf_linear_attn.study.budget import Budget, choose
+from tests.tiny_models import tiny_model
+
+LAYERS, HEADS, WIDTH = 3, 4, 64
+
+
+@pytest.mark.parametrize("options", [{}, {"store_size": 128}, {"cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(("percent", "length"), [(25, 8192), (37, 4096), (12, 9000), (150, 4000)])
+def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[str, Any]) -> None:
+    model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
+    choice = choose(Budget.parse(f"{percent}% cache at {length}"), model, 0, lambda share, window: None, options)
+    count = round(choice.share * LAYERS * HEADS)
+    assert 0 < count < LAYERS * HEADS
+    # The first heads are exact: where that is all of a layer, it has an ordinary cache.
+    plan: dict[str, Any] = {"default": {"attention": "window", "window_size": choice.window, **options}}
+    for layer in range(LAYERS):
+        exact = list(range(min(max(count - layer * HEADS, 0), HEADS)))
+        if exact:
+            plan[str(layer)] = "softmax" if len(exact) == HEADS else {"exact_heads": exact}
+    cache = 2 * length * WIDTH * 4
+    mechanisms = [module.linear_attention for module in attention_modules(hla.patch_model(model, plan))]
+    state = sum(mechanism.state_bytes(length) for mechanism in mechanisms) + (LAYERS - len(mechanisms)) * cache
+    assert state <= percent / 100 * LAYERS * cache
