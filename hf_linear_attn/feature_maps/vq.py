@@ -15,7 +15,7 @@ LLOYD_STEPS = 12
 SMALLEST_EIGENVALUE = 1e-6
 
 
-#: Smallest variance around codes, relative to the size of keys: of keys that are codes themselves.
+#: Smallest variance around codes, relative to that of all keys: of keys that are codes themselves.
 SMALLEST_SPREAD = 1e-4
 
 
@@ -73,14 +73,20 @@ class VQFeatureMap(FeatureMap):
             moment = queries[group].float().T @ queries[group].float() / queries.shape[1]
             values, vectors = torch.linalg.eigh(moment)
             root = vectors * values.clamp_min(SMALLEST_EIGENVALUE * values[-1]).sqrt()
+            # Relative to the mean of all keys, which adds the same to the logits of all codes: what keys have in common
+            # would drown their differences in rounding, and leave the range of float16.
             seen = keys[group].float() @ root
+            mean = seen.mean(dim=0)
+            seen = seen - mean
             nearest, centres = _k_means(seen, self.num_features)
             least = SMALLEST_SPREAD * seen.square().mean().clamp_min(torch.finfo(torch.float32).eps)
             precision = 1 / torch.maximum((seen - centres[nearest]).square().mean(), least)
             # The mean of the keys themselves, so that a query's product with a code is the mean of its products.
-            self.query_weight[group * repeats : (group + 1) * repeats] = torch.linalg.solve(root.T, centres.T)
-            self.key_weight[group] = precision * root @ centres.T
-            self.key_bias[group] = -precision / 2 * centres.square().sum(dim=1)
+            self.query_weight[group * repeats : (group + 1) * repeats] = torch.linalg.solve(root.T, (centres + mean).T)
+            weight, bias = root @ centres.T, -(centres * (centres / 2 + mean)).sum(dim=1)
+            largest = torch.maximum(weight.abs().max(), bias.abs().max())
+            precision = torch.minimum(precision, torch.finfo(self.key_weight.dtype).max / largest)
+            self.key_weight[group], self.key_bias[group] = precision * weight, precision * bias
         self.query_bias.zero_()
 
     @torch.no_grad()
