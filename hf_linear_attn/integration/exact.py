@@ -63,20 +63,21 @@ class AttentionCall:
     def linear_weights(self) -> Tensor:
         """Return the weights that the mechanism implies for the same inputs, `[B, H, L, S]`."""
         with in_memory(self.mechanism):
-            return self.mechanism.attention_weights(self._inputs())
+            return self.mechanism.attention_weights(self.inputs())
 
     def outside(self) -> Tensor | None:
         """Return which keys the linear branch of a hybrid weighs (see `LinearAttention.outside`)."""
-        return self.mechanism.outside(self._inputs())
+        return self.mechanism.outside(self.inputs())
 
     def linear_output(self) -> Tensor:
         """Return the mechanism's output for the same inputs, `[B, H, L, e]`."""
         with in_memory(self.mechanism):
             if self.padding is not None and self.padding.dim() == 4:
-                return self.mechanism.dense_forward(self._inputs())
-            return self.mechanism(self._inputs())[0]
+                return self.mechanism.dense_forward(self.inputs())
+            return self.mechanism(self.inputs())[0]
 
-    def _inputs(self) -> AttentionInputs:
+    def inputs(self) -> AttentionInputs:
+        """Return what the mechanism receives."""
         tensors = (self.query, self.key, self.value)
         return AttentionInputs(*tensors, self.scaling, self.causal, self.padding, start=self.start)
 

@@ -165,6 +165,10 @@ class HeadMixture(LinearAttention):
         """Return the heads of the mechanism of a tensor `[B, H | G, L, x]` of all heads."""
         return self._split(tensor)[0]
 
+    def linear_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the inputs of the heads of the mechanism."""
+        return self._split_inputs(inputs)[0]
+
     def extra_repr(self) -> str:
         stored = f", cache_dtype={self.cache_dtype}" if self.cache_dtype != "auto" else ""
         return f"exact_heads={list(self.exact_heads)}{stored}"

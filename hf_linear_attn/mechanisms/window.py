@@ -30,7 +30,7 @@ CAUSAL_SATURATION = 8
 #: window of 64 from perplexity 92 to 39 (1 sink: 39.5), and MiniLM's embeddings from a cosine of 0.88 to 0.954.
 CAUSAL_SINKS, BIDIRECTIONAL_SINKS = 4, 1
 
-#: A log mixing weight at or below this closes the part outside the window: its weights are zero.
+#: The log mixing weight that closes the part outside the window: its weights are zero.
 CLOSED_MIX = -10_000.0
 
 #: The start of a map that is not fitted to the keys yet: nothing, but for `calibrate` and training to change.
@@ -42,6 +42,11 @@ CAUSAL_MAP, BIDIRECTIONAL_MAP = "vq", "hedgehog"
 
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
 MIX_BOUND = 10.0
+
+
+def is_closed(log_mix: Tensor) -> Tensor:
+    """Return where the part outside the window is closed, also if the number was rounded (to bfloat16: -9,984)."""
+    return log_mix <= CLOSED_MIX / 2
 
 
 class HybridOptions(Options):
@@ -281,6 +286,10 @@ class WindowAttention(HybridAttention):
         mask is `[B, H, L, S]`, n counts positions in the sequence.
         """
         return self._constant_mix(inputs) + self._query_mix(inputs)
+
+    def added_mix(self, inputs: AttentionInputs) -> Tensor:
+        """Return what a saturation and the query add to the log mixing weight of a head, `[B, H, L]`."""
+        return self._log_mix(inputs) - self.log_mix.view(1, -1, 1)
 
     def _constant_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return the part of g that does not depend on the query: `[1, H, 1]`, with a saturation `[B | 1, H, L]`."""

@@ -15,8 +15,9 @@ from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..integration.install import is_untrained
 from ..integration.models import check_model, check_patched
+from ..mechanisms.base import AttentionInputs
 from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
-from ..mechanisms.window import CLOSED_MIX, WindowAttention
+from ..mechanisms.window import WindowAttention, is_closed
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
 from .losses import query_block, query_ranges
 from .sharding import is_sharded
@@ -83,7 +84,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
     - The log mixing weight of an encoder's `window` with other maps: by bisection, so that the mean share of attention
       outside of window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head. In a decoder
       an untrained map of the right weight makes the model much worse, so it is left as it is. What is closed
-      (`CLOSED_MIX`) stays closed.
+      (`is_closed`) stays closed.
 
     The model runs exactly, so that every layer sees the inputs that it was trained with: two passes over the batches
     for codes, one for mixing weights. Some thousand tokens of text like that to come are enough. What else mechanisms
@@ -192,6 +193,11 @@ class _Layer:
         """Return the heads of `[B, H | G, L, x]` that are not exact."""
         return self.mechanism.linear_heads(tensor) if isinstance(self.mechanism, HeadMixture) else tensor
 
+    def _inputs(self, call: AttentionCall) -> AttentionInputs:
+        """Return the inputs of the heads that are not exact."""
+        inputs = call.inputs()
+        return self.mechanism.linear_inputs(inputs) if isinstance(self.mechanism, HeadMixture) else inputs
+
     def _outside(self, call: AttentionCall) -> Tensor:
         """Return which keys the feature map weighs, `[B, H, L, S]`; none for the queries of padding."""
         outside = call.outside()
@@ -240,6 +246,8 @@ class _Layer:
             exact = ((logits - normaliser).exp() * outside) @ codes
             features, log_scale = self.map.query(query.double(), call.scaling)  # in float32 the smallest would be zero
             given = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (outside @ codes).log()
+            if isinstance(self.linear, WindowAttention):
+                given = given + self.linear.added_mix(self._inputs(block))[:, :, counted].unsqueeze(-1).float()
             self.codes.append((exact[0], given[0]))
 
     def weigh_codes(self) -> None:
@@ -299,8 +307,7 @@ class _Layer:
 
     def _set_mix(self, log_mix: Tensor) -> None:
         """Set the log mixing weights, but of the heads whose part outside is closed."""
-        closed = self.linear.log_mix <= CLOSED_MIX
-        self.linear.log_mix.copy_(torch.where(closed, self.linear.log_mix, log_mix))
+        self.linear.log_mix.copy_(torch.where(is_closed(self.linear.log_mix), self.linear.log_mix, log_mix))
 
     def rows(self) -> Iterator[tuple[int, int, float, float]]:
         """The layer's part of the table."""

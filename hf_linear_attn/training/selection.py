@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ..integration.discovery import predicts_next_tokens, self_attention
 from ..integration.exact import exact_attention
 from ..integration.models import check_model, check_patched
 from ..mechanisms.head_mixture import linear_mechanism
-from ..mechanisms.window import CLOSED_MIX, WindowAttention
+from ..mechanisms.window import CLOSED_MIX, WindowAttention, is_closed
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
 from .losses import model_loss
 
@@ -73,7 +74,8 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`, or `batches` is one batch alone.
-        ValueError: The model is not patched, or there are no batches.
+        ValueError: The model is not patched, there are no batches, or the loss is NaN or infinite with all parts
+            closed.
     """
     import pandas as pd
 
@@ -88,7 +90,7 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
     weights = {
         layer: part.log_mix
         for layer, part in sorted(parts.items())
-        if isinstance(part, WindowAttention) and bool((part.log_mix > CLOSED_MIX).any())
+        if isinstance(part, WindowAttention) and not bool(is_closed(part.log_mix).all())
     }
     if not weights:
         return LinearParts(pd.DataFrame(columns=["layer", "worth", "kept"]), {})
@@ -105,6 +107,12 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
                     model_loss(model(**batch), batch, target) for batch, target in zip(inputs, exact, strict=True)
                 ]
             return float(torch.stack(losses).mean())
+
+        if not math.isfinite(loss_with(frozenset())):
+            raise ValueError(
+                "The loss of the model is not finite with all linear parts closed. Give batches with two real tokens "
+                "or more each, and a model without NaN or infinite weights."
+            )
 
         everything, nothing = frozenset(weights), frozenset[int]()
         with_all = loss_with(everything)

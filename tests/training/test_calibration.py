@@ -14,6 +14,7 @@ from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.mechanisms import AttentionInputs
+from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.registry import ATTENTIONS
 from tests.tiny_models import BERT, LLAMA, VOCABULARY, Family
 
@@ -91,6 +92,26 @@ def test_attention_outside_of_the_window_is_that_of_the_exact_model(
     assert "0." in repr(result)
 
 
+@pytest.mark.parametrize(("family", "causal"), [(LLAMA, True), (BERT, False)], ids=["llama", "bert"])
+def test_codes_make_up_for_a_saturation_and_for_what_queries_add(family: Family, causal: bool) -> None:
+    exact = sharp(family)
+    options: dict[str, Any] = {"window_size": WINDOW, "sink_tokens": SINKS, "feature_map": "vq", "saturation": 3}
+    model = hla.patch_model(copy.deepcopy(exact), "window", **options)
+    for module in attention_modules(model):
+        module.linear_attention.mix_weight.data.add_(0.2)
+    hla.calibrate(model, rows())
+    far = is_far(causal)
+    assert torch.allclose(torch.stack(implied_shares(model, far)), torch.stack(exact_shares(exact, far)), atol=2e-4)
+
+
+def test_what_is_closed_stays_closed_in_another_precision() -> None:
+    model = hla.patch_model(sharp(LLAMA).bfloat16(), "window", window_size=WINDOW, mix_init=CLOSED_MIX).float()
+    hla.calibrate(model, rows())
+    assert not len(hla.close_harmful_parts(model, rows()).table)
+    for module in attention_modules(model):
+        assert not module.linear_attention.log_mix.exp().any()
+
+
 def test_exact_heads_have_no_part_in_it() -> None:
     exact = sharp(LLAMA)
     plan = {"default": {"attention": "window", "window_size": WINDOW, "sink_tokens": SINKS}, "0": {"exact_heads": [1]}}
@@ -123,6 +144,25 @@ def test_keys_of_few_values_are_attended_to_exactly(causal: bool) -> None:
     if causal:
         logits = logits.masked_fill(torch.ones(50, 50).triu(1).bool(), float("-inf"))
     assert torch.allclose(weights, logits.softmax(-1), atol=1e-3)
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_codes_of_any_precision_tell_clusters_of_keys_apart(dtype: torch.dtype, offset: float) -> None:
+    """Keys may have a large vector in common, as they have where their projection has a bias."""
+    generator = torch.Generator().manual_seed(1)
+    centres = torch.randn(8, 16, generator=generator)
+    cluster = torch.arange(400) // 50
+    common = offset * torch.randn(16, generator=generator)
+    key = (centres[cluster] + 0.05 * torch.randn(400, 16, generator=generator) + common).unsqueeze(0)
+    feature_map = build(1, 1, 16, 16, True).feature_map.to(dtype)
+    feature_map.fit(key, torch.randn(1, 400, 16, generator=generator))
+    codes = feature_map.key(key.unsqueeze(0), 0.25).values[0, 0].detach()
+    # Keys of two clusters share no code.
+    shared = codes @ codes.T
+    same = cluster[:, None] == cluster
+    assert not shared[~same].max() > 1e-3
+    assert torch.allclose(codes.sum(1), torch.ones(400), atol=1e-3)
 
 
 def test_codes_get_the_attention_of_their_keys() -> None:

@@ -91,3 +91,7 @@ def test_bad_batches_are_errors() -> None:
         hla.close_harmful_parts(model, rows()[0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no batches"):
         hla.close_harmful_parts(model, [])
+    before = copy.deepcopy(mixes(model))
+    with pytest.raises(ValueError, match="not finite"):  # one token predicts nothing
+        hla.close_harmful_parts(model, [*rows(), {"input_ids": torch.tensor([[5]])}])
+    assert all(map(torch.equal, mixes(model), before))
