@@ -9,6 +9,7 @@ import itertools
 import math
 import random
 import re
+import string
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -91,7 +92,9 @@ class PromptMaker:
         self.tokens = [token for token in range(size) if token not in special]
         if len(self.tokens) < 16:
             raise ValueError(f"The tokenizer has {len(self.tokens)} ordinary tokens; 16 are needed.")
-        self.reads_text = bool(self._encoded(" ".join(NOISE) + " The magic number for quick-river is: 1234567."))
+        # An unknown letter of an answer would be decoded as nothing, which every output contains.
+        letters = f" VAR {string.ascii_uppercase} {string.ascii_lowercase}-{string.digits}."
+        self.reads_text = bool(self._encoded(" ".join(NOISE) + letters))
         self.before, self.after = special_tokens(tokenizer, [NOISE[0]]) if self.reads_text else ([], [])
         # Small models hardly know what most of their tokens mean.
         words = [self.encode(f" {word}") for word in NOUNS] if self.reads_text else []

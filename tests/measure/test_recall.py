@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import string
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import Tensor, nn
-from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig
+from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig, PreTrainedTokenizerFast
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
@@ -241,3 +245,15 @@ def test_an_encoder_decoder_is_refused() -> None:
     model = BartForConditionalGeneration(BartConfig(vocab_size=VOCABULARY, d_model=16, **sizes))
     with pytest.raises(NotImplementedError, match="is an encoder-decoder"):
         measure_recall(model, tiny_tokenizer(), lengths=(60,))
+
+
+def test_an_answer_with_letters_that_the_tokenizer_does_not_know_is_not_found_in_every_output() -> None:
+    known = ["<unk>", "<pad>", *string.ascii_lowercase, *"0123456789 .,:-?()\nTHIMWSAO"]
+    characters = Tokenizer(WordLevel({token: number for number, token in enumerate(known)}, unk_token="<unk>"))
+    characters.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="<unk>", pad_token="<pad>")
+    maker = PromptMaker(tokenizer)
+    for task in TASKS.values():
+        for prompt in task(maker, random.Random(0), 2000, [0.5]):
+            assert maker.score(prompt, [tokenizer.pad_token_id] * prompt.new_tokens) == 0
+            assert maker.score(prompt, [token for answer in prompt.references for token in answer]) == 1
