@@ -512,8 +512,9 @@ class Rivals:
 EXPLANATION = (
     "*Cache* is that of the context, as a share of the exact one in float32. *Loss* is that of the tokens after the "
     "context, *same token* the share of them for which the likeliest one is the exact model's, *same greedy tokens* "
-    "the length of the greedy continuation before it differs, *recall* RULER's score with its 95 % interval. Times are "
-    "medians of the ratio to the exact model's, *preparation* is what is done once for the model, in minutes."
+    "the length of the greedy continuation before it differs. The score of a task of RULER has its 95 % interval and "
+    "its number of prompts. Times are medians of the ratio to the exact model's; *preparation* is done once for a "
+    "model, in minutes."
 )
 
 
@@ -552,7 +553,7 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
             cells |= {"same token": f"{row['likeliest']:.0%}", "same greedy tokens": f"{row['output']:.1f}"}
         for task, recall in row["recall"].items():
             low, high = wilson_interval(recall["score"], recall["prompts"])
-            cells[f"{task}, {recall['prompts']} prompts"] = f"{recall['score']:.0%} [{low:.0%}, {high:.0%}]"
+            cells[task] = f"{recall['score']:.0%} [{low:.0%}, {high:.0%}] of {recall['prompts']}"
         if "bytes" in row:
             cells["time of the prompt"] = f"{row['prompt_ratio']:.2f}"
             cells["time of a token"] = "emulated" if row["variant"] in QUANTIZED else f"{row['token_ratio']:.2f}"
@@ -584,9 +585,9 @@ def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
                     axes.annotate(name, (share, 100 * score), xytext=(3, 3), textcoords="offset points", fontsize=6)
             panels[0].set(title=f"Loss after {length:,} tokens", ylabel="nats beyond exact")
             for axes, task in zip(panels[1:], tasks, strict=True):
-                axes.set(title=f"{task}, {length:,} tokens", ylabel="score, %")
+                axes.set(title=f"Recall after {length:,} tokens", ylabel=f"{task}, %")
             for axes in panels:
-                axes.set(xlabel="bytes of the cache, % of exact in float32", xlim=(0, 120))
+                axes.set(xlabel="cache, % of exact in float32", xlim=(0, 120))
         return png(figure)
 
 

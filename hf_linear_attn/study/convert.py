@@ -279,6 +279,10 @@ def _choice(run: Run, teacher: PreTrainedModel, heads: ExactHeads) -> Choice:
     exact = run.state["teacher"]
     rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
 
+    if budget.length is not None and budget.length > longest:
+        remedy = f"give --data.max_length {budget.length}, where memory allows it."
+        run.say(f"The linear part is fitted to rows of {longest:,} tokens and can do harm in longer inputs: {remedy}")
+
     def measure(share: float, window: int) -> float | None:
         options = {**config.options, "window_size": window}
         plan = heads.with_share(share).plan({"attention": config.attention, **options})
