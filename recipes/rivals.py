@@ -281,7 +281,7 @@ class Reader:
 
     def _read(self, ids: Sequence[int]) -> Tensor:
         extra = {}
-        if self.cache.get_seq_length() != self.position:  # The rotation is that of the place in the text.
+        if self.cache.get_seq_length() != self.position:  # The rotation is that of the position in the text.
             extra["position_ids"] = torch.arange(self.position, self.position + len(ids))[None]
         self.position += len(ids)
         ids_ = torch.tensor([list(ids)])
@@ -372,7 +372,7 @@ class Rivals:
         if variant in self.converted:
             model = hla.load_pretrained(str(self.converted[variant] / "model")).eval()
             results = json.loads((self.converted[variant] / "results.json").read_text(encoding="utf-8"))
-            seconds = sum(stage.get("seconds", 0.0) for stage in results.values() if isinstance(stage, dict))
+            seconds = sum(stage.get("seconds") or 0.0 for stage in results["stages"].values())
         else:
             plan = self.plan(variant)
             start = time.perf_counter()

@@ -99,7 +99,6 @@ class PromptMaker:
         # Small models hardly know what most of their tokens mean.
         words = [self.encode(f" {word}") for word in NOUNS] if self.reads_text else []
         self.common = sorted({token for word in words for token in word}) or self.tokens
-        self._keys: dict[str, set[str]] = {}
 
     def _encoded(self, text: str) -> list[int]:
         try:
@@ -316,10 +315,10 @@ def _variable_tracking(maker: PromptMaker, rng: random.Random, length: int, dept
         names = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(HOPS + 1)]
         start = str(rng.randrange(10**4, 10**5))
         values = [start, *(f"VAR {name}" for name in names)]
-        places = sorted(rng.random() for _ in names)
+        at = sorted(rng.random() for _ in names)
         needles = [
             maker.needle(" VAR", name, f" = {value}.", depth)
-            for name, value, depth in zip(names, values, places, strict=False)
+            for name, value, depth in zip(names, values, at, strict=False)
         ]
         question = (
             f"\nQuestion: Find all variables that are assigned the value {start} in the text above. Answer: According "
