@@ -32,7 +32,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import signature
@@ -287,21 +287,20 @@ class Reader:
         ids_ = torch.tensor([list(ids)])
         return self.model(input_ids=ids_, past_key_values=self.cache, use_cache=True, **extra).logits[0].float()
 
+    def generate(self, ids: Sequence[int], count: int) -> Iterator[int]:
+        """Read tokens, and yield `count` new ones, the likeliest at each step."""
+        for _ in range(count):
+            ids = [int(self.read(ids)[-1].argmax())]
+            yield ids[0]
+
     def answer(self, prompt: Prompt, maker: PromptMaker) -> float:
         """Return the score of the greedy answer to a question about the context."""
-        output = [int(self.read(prompt.ids[prompt.shared :])[-1].argmax())]
-        while len(output) < prompt.new_tokens and maker.score(prompt, output) < 1:
-            output.append(int(self.read(output[-1:])[-1].argmax()))
+        output: list[int] = []
+        for token in self.generate(prompt.ids[prompt.shared :], prompt.new_tokens):
+            output.append(token)
+            if maker.score(prompt, output) == 1:
+                break
         return maker.score(prompt, output)
-
-    def greedy(self, logits: Tensor, count: int) -> tuple[list[int], float]:
-        """Return `count` tokens from the logits of the first on, and the median seconds of a further one."""
-        output, seconds = [int(logits[-1].argmax())], []
-        while len(output) < count:
-            start = time.perf_counter()
-            output.append(int(self.read(output[-1:])[-1].argmax()))
-            seconds.append(time.perf_counter() - start)
-        return output, float(pd.Series(seconds, dtype=float).median())
 
 
 # -------------------------------------------------------------------------------------------------- measurements
@@ -441,10 +440,12 @@ class Rivals:
         ids = self.tokens[length][index]
         model, context = self.read(variant, ids[:length])
         logits = Reader(model, context).read(ids[length:-1])
-        loss, reader = cross_entropy(logits, torch.tensor(ids[length + 1 :])), Reader(model, context)
-        output, seconds = reader.greedy(reader.read(ids[length : length + 1]), self.config.greedy)
-        values: dict[str, Any] = {"loss": float(loss), "bytes": context.bytes, "prompt_seconds": context.seconds}
-        values |= {"token_seconds": seconds, "output": output, "likeliest": logits.argmax(-1).tolist()}
+        loss = float(cross_entropy(logits, torch.tensor(ids[length + 1 :])))
+        tokens = Reader(model, context).generate(ids[length : length + 1], self.config.greedy)
+        output, times = zip(*((token, time.perf_counter()) for token in tokens), strict=True)
+        values: dict[str, Any] = {"loss": loss, "bytes": context.bytes, "prompt_seconds": context.seconds}
+        values |= {"token_seconds": float(pd.Series(times).diff().median())}
+        values |= {"output": list(output), "likeliest": logits.argmax(-1).tolist()}
         return [{"metric": name, "value": value} for name, value in values.items()]
 
     def recall(self, variant: str, length: int, task: str, trial: int) -> list[dict[str, Any]]:

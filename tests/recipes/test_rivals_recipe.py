@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+import hf_linear_attn as hla
+from hf_linear_attn.study.convert import convert
 from recipes import rivals
 from tests.tiny_models import save_checkpoint, tiny_model
-from tests.training.tiny_runs import save_text
+from tests.training.tiny_runs import convert_config, quiet, save_text
 
 COUNT = 96
 
@@ -96,15 +98,17 @@ def test_rounded_caches_are_near_and_counted(context_ids: list[int]) -> None:
         assert rounded.bytes == context.bytes * (size * bits // 8 + 4) // (4 * size)
 
 
-def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = save_checkpoint(
-        tmp_path / "model", "llama", eos=True, num_hidden_layers=2, vocab_size=64, max_position_embeddings=1024
-    )
-    text = str(save_text(tmp_path / "text"))
-    out = tmp_path / "out"
+def recipe_arguments(folder: Path) -> list[str]:
+    """Save a tiny model and text, and return the arguments of a short run on them, whose output is `folder / "out"`."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 1024}
+    model, text = save_checkpoint(folder / "model", "llama", eos=True, **sizes), str(save_text(folder / "text"))
     small = "--lengths 192 --texts=1 --trials=1 --tasks niah_multikey_1 --continuation=8 --greedy=3 --window_size=12"
-    files = ["--model", str(model), "--test_text", text, "--train_text", text, "--output", str(out)]
-    arguments = [*files, *small.split(), "--exact_share=0.3", "--search_length=128"]
+    files = ["--model", str(model), "--test_text", text, "--train_text", text, "--output", str(folder / "out")]
+    return [*files, *small.split(), "--exact_share=0.3", "--search_length=128"]
+
+
+def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, out = recipe_arguments(tmp_path), tmp_path / "out"
     assert rivals.main(arguments) == 0, capsys.readouterr().err
     rows = {row["variant"]: row for row in json.loads((out / "results.json").read_text())["rows"]}
     assert tuple(rows) == rivals.VARIANTS
@@ -120,6 +124,22 @@ def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFi
     records = (out / "records.jsonl").read_text().count('"kind": "record"')
     assert rivals.main(arguments) == 0
     assert (out / "records.jsonl").read_text().count('"kind": "record"') == records > 0
+
+
+def test_a_conversion_joins_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its model is that of the folder of `convert`, and its preparation what all stages took."""
+    arguments, folder = recipe_arguments(tmp_path), tmp_path / "converted"
+    task = {"task_type": "causal-lm", "data__text_columns": ["text"], "attention": "elu"}
+    steps = {"teacher__max_steps": None, "distill__max_steps": 1}
+    config = convert_config(tmp_path / "model", tmp_path / "text" / "text.txt", folder, **task, **steps)
+    stages = convert(config, console=quiet())["stages"]
+    assert rivals.main([*arguments, "--variants", "mixture", "--converted", str(folder)]) == 0, capsys.readouterr().err
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["rows"]}
+    assert tuple(rows) == ("exact", "mixture", "converted")
+    own = rows["converted"]
+    assert own["bytes"] == rivals.read_context(hla.load_pretrained(str(folder / "model")), range(3, 51)).bytes
+    assert own["preparation"] == sum(stage.get("seconds", 0) for stage in stages.values()) > 0
+    assert own["loss"] != rows["exact"]["loss"]
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
