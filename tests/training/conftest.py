@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import gc
+import io
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+
+from hf_linear_attn.study.convert import convert
+from tests.training.tiny_runs import convert_config, save_decoder, save_encoder, save_task, save_text
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -15,3 +22,33 @@ def _freeze_imported_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("training")
+    save_encoder(root / "encoder")
+    save_encoder(root / "tuned", head=True)
+    save_decoder(root / "decoder")
+    save_task(root / "task")
+    save_task(root / "scores", scores=True)
+    save_text(root / "text")
+    return root
+
+
+@pytest.fixture(scope="session")
+def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """One conversion that learns its task, its results, and what it said."""
+    out = tmp_path_factory.mktemp("converted") / "out"
+    screen = io.StringIO()
+    config = convert_config(
+        folder / "encoder",
+        folder / "task",
+        out,
+        teacher__max_steps=60,
+        distill__max_steps=40,
+        save_steps=20,
+        speed__lengths=[16, 32],
+        report_to=["tensorboard"],
+    )
+    return out, convert(config, console=Console(file=screen, width=200)), screen.getvalue()

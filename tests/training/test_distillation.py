@@ -15,16 +15,7 @@ from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer
 from hf_linear_attn.training.models import add_adapters
 from hf_linear_attn.training.options import DistillConfig
-from tests.training.tiny_runs import convert_config, log_rows, quiet, save_encoder, save_task
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("distillation")
-    save_encoder(root / "encoder")
-    save_encoder(root / "tuned", head=True)
-    save_task(root / "task")
-    return root
+from tests.training.tiny_runs import convert_config, log_rows, quiet, save_encoder
 
 
 def distilled_losses(teacher: Path, folder: Path, out: Path, **changes: Any) -> list[float]:

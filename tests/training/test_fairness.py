@@ -14,21 +14,7 @@ from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from tests.tiny_models import tiny_config
 from tests.tiny_text import tiny_tokenizer
-from tests.training.tiny_runs import (
-    convert_config,
-    finetune_config,
-    quiet,
-    save_encoder,
-    save_task,
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("fairness")
-    save_encoder(root / "encoder")
-    save_task(root / "task")
-    return root
+from tests.training.tiny_runs import convert_config, finetune_config, quiet, save_task
 
 
 def save_classifier(folder: Path, labels: list[str]) -> Path:

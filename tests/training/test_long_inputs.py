@@ -19,7 +19,7 @@ from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.models import longest_row
 from hf_linear_attn.training.options import ConvertConfig
 from tests.tiny_models import tiny_model
-from tests.training.tiny_runs import convert_config, finetune_config, save_encoder, save_task
+from tests.training.tiny_runs import convert_config, finetune_config, quiet, save_encoder, save_task
 
 LONG = 120  # the tiny encoder takes 96 tokens
 
@@ -40,10 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 padding = " ".join([row["sentence"].split()[0]] * 100)
                 writer.writerow({"sentence": f"{padding} {row['sentence']}", "label": row["label"]})
     return root
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
 
 
 @pytest.mark.parametrize("attention", ["hedgehog", "linformer"])

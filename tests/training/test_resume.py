@@ -17,15 +17,7 @@ from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.slow_cases import slow_rows
-from tests.training.tiny_runs import (
-    convert_config,
-    finetune_config,
-    log_rows,
-    quiet,
-    save_encoder,
-    save_task,
-    weights,
-)
+from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, save_encoder, save_task, weights
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,86 @@
+"""Conversion under a budget, which chooses the heads or layers that stay exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+
+import hf_linear_attn as hla
+from hf_linear_attn.data.config import DataConfig, TimingConfig
+from hf_linear_attn.data.recall_prompts import PromptMaker
+from hf_linear_attn.integration.context import attention_modules
+from hf_linear_attn.study.convert import convert
+from hf_linear_attn.training.options import ConvertConfig, DistillConfig
+from tests.tiny_models import save_checkpoint
+from tests.training.tiny_runs import quiet
+
+
+@pytest.mark.parametrize("budget", ["30% cache at 2000", "100000% perplexity", "1.0000001x at 4000"])
+def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Path) -> None:
+    config = ConvertConfig(
+        model=str(folder / "decoder"),
+        output=str(tmp_path / "out"),
+        budget=budget,
+        data=DataConfig(dataset=str(folder / "text" / "text.txt")),
+        distill=DistillConfig(max_steps=2, per_device_train_batch_size=1),
+        speed=TimingConfig(()),
+    )
+    results = convert(config, console=quiet())
+    stages = results["stages"]
+    assert config.task_type == "causal-lm"
+    assert "distilled" in stages
+    assert "transfer" not in stages
+    model = hla.load_pretrained(str(tmp_path / "out" / "model"))
+    kept = [layer.state_bytes for layer in hla.patch_report(model).layers]
+    assert kept
+    if "cache" in budget:
+        # Counted in the cache itself, after as many tokens as the budget says.
+        layers, width = model.config.n_layer, model.config.n_embd
+        exact = layers * 2000 * 2 * width * 4
+        mechanisms = [module.linear_attention for module in attention_modules(model)]
+        state = sum(mechanism.state_bytes(2000) for mechanism in mechanisms)
+        state += (layers - len(mechanisms)) * exact // layers
+        assert state <= 0.3 * exact
+    elif "perplexity" in budget:
+        assert "0% exact heads" in stages  # the first choice that was measured is within so wide a budget
+
+
+@pytest.mark.parametrize("row_length", [256, 160])
+def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Path, tmp_path: Path) -> None:
+    """A model of random weights that is taken for one that answers, by a score that is replaced."""
+    words = [" ".join(["alpha", "beta", "gamma"] * 60)] * 20
+    (tmp_path / "text.txt").write_text("\n\n".join(words))
+    save_checkpoint(tmp_path / "decoder", "llama", max_position_embeddings=512)
+    data = DataConfig(dataset=str(tmp_path / "text.txt"), max_length=row_length)
+    options: dict[str, Any] = {"model": str(tmp_path / "decoder"), "data": data, "speed": TimingConfig(())}
+    training = {"distill": DistillConfig(max_steps=1, per_device_train_batch_size=1)}
+    with pytest.raises(ValueError, match="'90% recall at 200' cannot be measured: the exact model recalls nothing"):
+        convert(ConvertConfig(output=str(tmp_path / "none"), budget="90% recall at 200", **options, **training))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptMaker, "score", lambda maker, prompt, output: float(prompt.depth < 0.6))
+        config = ConvertConfig(output=str(tmp_path / "out"), budget="90% recall at 200", **options, **training)
+        results = convert(config, console=quiet())
+    stages = results["stages"]
+    expected = {"prompts": 48, "recall": pytest.approx(2 / 3), "length": 200, "low": ANY, "high": ANY}
+    assert stages["recall, teacher"] == stages["recall, 0% exact heads"] == stages["recall, this model"] == expected
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "| this model | 200 | 48 | 0.67 | 0.53 to 0.78 |" in card
+
+
+def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": str(folder / "decoder"), "output": str(tmp_path / "out")}
+    options["data"] = {"dataset": str(folder / "text" / "text.txt")}
+    with pytest.raises(ValueError, match="cannot be read"):
+        convert(**options, budget="much")
+    with pytest.raises(ValueError, match="exact_share: is chosen by the budget"):
+        convert(**options, budget="1% perplexity", exact_share=0.1)
+    with pytest.raises(ValueError, match=r"options.window_size: is chosen by the budget"):
+        convert(**options, budget="1% perplexity", options={"window_size": 32})
+    with pytest.raises(ValueError, match="language models"):
+        convert(**options, budget="1% perplexity", task_type="embedding")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="windows of 64 tokens take"):
+        convert(**options, budget="1% cache at 100", speed={"lengths": []})

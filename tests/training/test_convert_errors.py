@@ -1,0 +1,140 @@
+"""What a conversion refuses before it trains, and the output folders that it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_linear_attn.study import convert as stages
+from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.study.study import check_study
+from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, weights
+
+
+def test_a_missing_head_is_found_before_rows_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: Any) -> None:
+        raise AssertionError("rows were read")
+
+    monkeypatch.setattr(stages, "load_task_data", read)
+    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", teacher__max_steps=None)
+    with pytest.raises(ValueError, match=r"no head for this task \(it is a BertModel\).*num_train_epochs 3"):
+        convert(config, console=quiet())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"attention": "hedgehogs"}, ValueError, "Did you mean 'hedgehog'"),
+        ({"attention": "linformer-causal"}, NotImplementedError, "Use 'linformer'"),
+        ({"options": {"feature_dims": 3}}, ValueError, "feature_dim"),
+        ({"model": "nowhere/at-all"}, OSError, "nowhere/at-all"),
+        ({"model": None}, ValueError, "There is no model"),
+        ({"config_overrides": {"n_layers_": 2}}, ValueError, "'n_layers_'"),
+        ({"teacher__max_steps": None}, ValueError, r"teacher\.num_train_epochs 3"),
+        ({"data__text_columns": ["sentense"]}, ValueError, "sentence"),
+        ({"data__dataset": "nowhere.csv"}, OSError, "nowhere.csv"),
+        ({"data__dataset": None}, ValueError, r"data\.task"),
+        ({"data__label_column": "lable"}, ValueError, "label"),
+        ({"output": None}, ValueError, "Give one with --output"),
+        ({"report_to": ["tensorbord"]}, ValueError, "tensorboard"),
+        (
+            {"task_type": "causal-lm", "data__text_columns": ["sentence"]},
+            ValueError,
+            "masked-lm",
+        ),
+    ],
+)
+def test_bad_options_are_errors_before_training(
+    changes: dict[str, Any], error: type[Exception], message: str, folder: Path, tmp_path: Path
+) -> None:
+    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", **changes)
+    with pytest.raises(error, match=message):
+        convert(config, console=quiet())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_a_run_that_was_refused_can_be_used(folder: Path, tmp_path: Path) -> None:
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    with pytest.raises(ValueError, match="hedgehogs"):
+        convert(convert_config(*paths, attention="hedgehogs"), console=quiet())
+    steps = {"teacher__max_steps": 1, "transfer__max_steps": 1, "distill__max_steps": 1}
+    assert convert(convert_config(*paths, **steps), console=quiet())["stages"]["distilled"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimm": "adafactor"}, "has no field 'optimm'. Did you mean 'optim'"),
+        ({"seed": 3}, "'seed' is an option of its own"),
+    ],
+)
+def test_further_training_arguments(arguments: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(
+            convert_config(folder / "encoder", folder / "task", tmp_path / "out", distill__arguments=arguments),
+            console=quiet(),
+        )
+    config = finetune_config(
+        folder / "encoder", folder / "task", tmp_path / "tuned", train__arguments={"optim": "sgd", "adam_beta1": 0.5}
+    )
+    assert finetune(config, console=quiet())["stages"]["trained"]
+
+
+def test_a_used_folder_is_not_overwritten(converted: tuple[Path, dict[str, Any], str], folder: Path) -> None:
+    out, _, _ = converted
+    before = weights(out)
+    with pytest.raises(ValueError, match=r"has an earlier result.*--resume.*--overwrite"):
+        convert(convert_config(folder / "encoder", folder / "task", out), console=quiet())
+    with pytest.raises(ValueError, match=r"distill\.max_steps was 40, now 6.*the same version"):
+        convert(convert_config(folder / "encoder", folder / "task", out, resume=True), console=quiet())
+    misspelt = convert_config(folder / "encoder", folder / "task", out, data__dataset="nowhere.csv", overwrite=True)
+    with pytest.raises(OSError, match="nowhere"):
+        convert(misspelt, console=quiet())
+    assert weights(out) == before
+
+
+def test_an_overwritten_run_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    finetune(finetune_config(*paths, train__max_steps=1), console=quiet())
+    (paths[2] / "notes.txt").write_text("of the first run", encoding="utf-8")
+    finetune(finetune_config(*paths, train__max_steps=2, overwrite=True), console=quiet())
+    assert [row["step"] for row in log_rows(paths[2], "train") if "train_loss" in row] == [2]
+    assert not (paths[2] / "notes.txt").exists()
+
+
+def test_another_command_does_not_replace_a_conversion(converted: tuple[Path, dict[str, Any], str]) -> None:
+    out, _, _ = converted
+    with pytest.raises(ValueError, match="not a result of this command"):
+        check_study(out, overwrite=True)
+
+
+def test_a_foreign_folder_is_not_touched(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear", encoding="utf-8")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="not a result of this command"):
+            convert(
+                convert_config(folder / "encoder", folder / "task", tmp_path, overwrite=overwrite),
+                console=quiet(),
+            )
+    assert (tmp_path / "letter.txt").read_text(encoding="utf-8") == "dear"
+
+
+def test_a_patched_model_is_not_a_teacher(
+    converted: tuple[Path, dict[str, Any], str], folder: Path, tmp_path: Path
+) -> None:
+    out, _, _ = converted
+    with pytest.raises(ValueError, match="patched already"):
+        convert(convert_config(out / "model", folder / "task", tmp_path / "out"), console=quiet())
+
+
+def test_a_full_disk_is_an_error_before_training(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 1000))
+    with pytest.raises(OSError, match=r"GB free.*save_total_limit"):
+        convert(convert_config(folder / "encoder", folder / "task", tmp_path / "out"), console=quiet())
+    assert not list(tmp_path.iterdir())

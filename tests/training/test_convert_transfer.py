@@ -1,0 +1,116 @@
+"""Which inputs a conversion trains its attention transfer on, and what it says of those attended to exactly."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from hf_linear_attn.study import convert as stages
+from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.training.transfer import AttentionTransferLoss
+from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "message"),
+    [
+        ("window", {}, "Inputs of up to 66 tokens are attended to exactly; of 96 training inputs 0 are longer."),
+        ("window", {"window_size": 2}, None),
+        ("linformer", {}, None),
+    ],
+)
+def test_data_that_train_little_of_the_mechanism(
+    attention: str, options: dict[str, int], message: str | None, folder: Path, tmp_path: Path
+) -> None:
+    screen = io.StringIO()
+    config = finetune_config(
+        folder / "encoder",
+        folder / "task",
+        tmp_path / "out",
+        attention=attention,
+        options=options,
+        train__max_steps=1,
+    )
+    counts = finetune(config, console=Console(file=screen, width=400))["beyond_exact"]
+    card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
+    assert ("narrow what is exact" in screen.getvalue()) is (message is not None)
+    if message is not None:
+        assert message in screen.getvalue()
+        assert message in card
+    if options:
+        assert counts["longer"] == counts["inputs"]
+    if attention == "linformer":
+        assert counts is None
+        assert "attended to exactly" not in card
+
+
+def test_inputs_that_all_fit_into_the_window_are_not_transferred(folder: Path, tmp_path: Path) -> None:
+    screen = io.StringIO()
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    steps = {"teacher__max_steps": 1, "distill__max_steps": 1, "attention": "window"}
+    results = convert(convert_config(*paths, **steps), console=Console(file=screen, width=400))
+    assert results["stages"]["transfer"]["step"] == 0
+    assert not log_rows(paths[2], "transfer")
+    exact = results["beyond_exact"]["exact_length"]
+    for text in (screen.getvalue(), (paths[2] / "model" / "README.md").read_text(encoding="utf-8")):
+        assert f"Attention transfer was skipped: no training input has more than the {exact} tokens" in text
+
+
+def test_a_transfer_that_harms_is_taken_back(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metrics of the card are those of the saved model, and not those of the transfer."""
+    before = SimpleNamespace(state={"patched": {"loss": 2.0}, "transferred": {"loss": 2.1}}, data=SimpleNamespace())
+    for names, harms in (((), True), (("accuracy",), False)):
+        before.data.metric_names = names
+        assert stages._transfer_harms(before) is harms  # type: ignore[arg-type]
+    monkeypatch.setattr(stages, "_transfer_harms", lambda run: True)
+    changes = {"teacher__max_steps": None, "distill__max_steps": None, "distill__num_train_epochs": 0.0}
+    text = {"task_type": "causal-lm", "data__text_columns": ["text"]}
+    config = convert_config(folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", **text, **changes)
+    metrics = convert(config, console=quiet())["stages"]
+    assert metrics["converted"] == metrics["patched"] != metrics["transferred"]
+    card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
+    header = yaml.safe_load(card.split("---")[1])
+    values = {one["type"]: one["value"] for one in header["model-index"][0]["results"][0]["metrics"]}
+    assert values["loss"] == metrics["converted"]["loss"]
+    assert "| without what harmed of these (as saved) |" in card
+
+
+def test_transfer_draws_the_inputs_beyond_the_window(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    original = AttentionTransferLoss.__call__
+
+    def call(self: AttentionTransferLoss, batch: Any, step: int | None = None) -> Any:
+        if step is not None:
+            lengths.extend(batch["attention_mask"].sum(1).tolist())
+        return original(self, batch, step)
+
+    monkeypatch.setattr(AttentionTransferLoss, "__call__", call)
+    screen = io.StringIO()
+    steps = {"teacher__max_steps": 1, "distill__max_steps": 1}
+    config = convert_config(
+        folder / "encoder", folder / "task", tmp_path, attention="window", options={"window_size": 6}, **steps
+    )
+    counts = convert(config, console=Console(file=screen, width=400))["beyond_exact"]
+    assert 0 < counts["longer"] < counts["inputs"] == 96
+    exact = counts["exact_length"]
+    assert f"trains on the {counts['longer']} inputs of more than {exact} tokens" in screen.getvalue()
+    assert len(lengths) == 4 * 8
+    assert min(lengths) > exact
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_transfer_on_a_few_inputs(count: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "exact_length", lambda model: 5)
+    monkeypatch.setattr(stages, "row_lengths", lambda rows: [9] * count + [1] * (len(rows) - count))
+    steps = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1}
+    results = convert(convert_config(folder / "tuned", folder / "task", tmp_path, **steps), console=quiet())
+    assert results["stages"]["transfer"]["step"] == 1
+    assert [step for step, _ in results["stages"]["transfer"]["evaluations"]] == [0, 1]
