@@ -40,8 +40,8 @@ from ..measure.quality import (
 from ..measure.recall import RECALL, recall_metric, recall_settings
 from ..measure.values import Metric
 from .loading import ExactModel
-from .records import Conditions
 from .settings import Settings
+from .study import Conditions
 
 Batch = dict[str, Tensor]
 

@@ -28,8 +28,8 @@ from ..utils.environment import environment
 from ..utils.gguf import dequantized, split_source
 from ..utils.models import quiet_transformers, shared_copy
 from ..utils.sources import loading_errors
-from .records import Conditions
 from .settings import PYTHON_DOCUMENTATION
+from .study import Conditions
 
 #: Kinds of models, and the auto class of each.
 KINDS = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "classifier": "AutoModelForSequenceClassification"}

@@ -33,9 +33,8 @@ from .inputs import Inputs, inputs_text, recall_measurement, row_facts, task_inp
 from .layer_search import LayerSearch, convert_as_planned
 from .loading import ExactModel, check_fits, check_mechanism, describe_source, dtype_name, load_exact, seed_options
 from .plan_result import PAGE, PLAN, PLOT, REPORT, PlanResult, write_plan
-from .records import RECORDS_FILE
 from .settings import EvaluateConfig, PlanConfig, Settings, resolve_settings
-from .study import Study, check_study, open_study
+from .study import RECORDS_FILE, Study, check_study, open_study
 from .variants import TRANSFER_SETTINGS, Variant, transferred
 
 FORMAT_VERSION = 6

@@ -17,7 +17,7 @@ from ..utils.environment import json_safe
 from ..utils.files import atomic_write, write_json
 from ..utils.formatting import fixed
 from ..utils.timing import EQUAL, FASTER, Crossover, crossover, is_measurable
-from .records import RECORDS_FILE, Records
+from .study import RECORDS_FILE, Records
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Evaluation:
     """What an evaluation measured.
 
     Attributes:
-        table: Tidy records: one row per value (see `evaluation.records`).
+        table: Tidy records: one row per value (see `Records.to_frame`).
         info: What was evaluated, on which data, with which settings, on which machine.
         records: The records of this evaluation, and perhaps of others in the same folder.
     """

@@ -42,8 +42,7 @@ from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from ..utils.options import flatten, to_dict
-from .records import LEARNED_FOLDER, RECORDS_FILE, Conditions, Records
-from .study import Study
+from .study import LEARNED_FOLDER, RECORDS_FILE, Conditions, Records, Study
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.
 TRAINERS: dict[str, type[FinetuningTrainer]] = {

@@ -1,21 +1,230 @@
-"""A study: measurements and trained parameters that are made once, in a folder or in memory."""
+"""A study: measurements and trained parameters that are made once, in a folder or in memory.
+
+Its records are a file of JSON lines of two kinds. A `run` line says what a run was asked for and on which machine; a
+`record` line is one measurement: its conditions (everything that its values depend on) and its values. Each is on disk
+as soon as it is known, and nothing is ever removed: of several records of the same conditions the newest counts. An
+interrupted run continues by asking for the same conditions again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ..utils.environment import environment
+from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_write, check_output, open_output
+from ..utils.json_lines import JsonLinesFile
 from ..utils.progress import Progress
-from .records import LEARNED_FOLDER, RECORDS_FILE, RESULTS, Conditions, Record, Records, Values
+
+if TYPE_CHECKING:
+    import pandas
+
+FORMAT_VERSION = 2
+
+#: In the folder of a result: the records, and the learned parameters, which an interrupted run does not train again.
+RECORDS_FILE, LEARNED_FOLDER = "records.jsonl", "learned"
+
+#: A folder with one of these holds a study.
+RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
+
+#: Columns of the table with the conditions of a value.
+CONDITION_COLUMNS = (
+    *("id", "time", "run", "label", "model", "attention", "state", "seed"),
+    *("measurement", "task", "length", "batch_size", "dtype", "device", "threads"),
+)
+
+#: Columns of the table that exist even where no value has them.
+COLUMNS = (
+    *(*CONDITION_COLUMNS, "metric", "value", "unit"),
+    *("stderr", "p20", "p80", "speedup", "speedup_p20", "speedup_p80", "rounds", "layer", "head", "step", "position"),
+)
+
+Values = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Rows with `metric`, `value` and perhaps other columns of the table, such as `p20`; or a mapping metric -> value."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Everything that a measurement depends on: equal conditions mean the same measurement."""
+
+    model: str = ""  # its name
+    fingerprint: str = ""  # a hash of its weights
+    attention: str = ""  # the mechanism: a registered name, `softmax`, or `none` for a model without attention
+    measurement: str = ""  # what is measured, such as `perplexity` or `forward`
+    state: str = ""  # what was done to the mechanism (`results.STATES`); empty for times, which do not depend on it
+    seed: int | None = None  # of random features and of the training
+    task: str = ""  # the labelled task
+    length: int | None = None  # tokens of each sequence, where it is one number
+    batch_size: int | None = None  # sequences in one call
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the mechanism, or its layers
+    settings: Mapping[str, Any] = field(default_factory=dict)  # data, training, stride, a checkpoint's fingerprint
+    device: Mapping[str, Any] = field(default_factory=dict)  # `device`, `cpu`, `threads`, `dtype`, `backend`
+    versions: Mapping[str, Any] = field(default_factory=dict)  # of the packages that compute
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the conditions in a form that JSON can hold."""
+        return json_safe(asdict(self))
+
+    @property
+    def id(self) -> str:
+        """16 hexadecimal digits that identify the conditions: the beginning of the SHA-256 of their canonical JSON."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement."""
+
+    id: str  # identifies the conditions
+    conditions: dict[str, Any]
+    values: list[dict[str, Any]]
+    time: str  # when it was made, UTC
+    run: str  # the run that made it
+    label: str = ""  # the row of the summary that it belongs to
+    seconds: float | None = None  # how long the measurement took
+
+    def value(self, metric: str) -> float | None:
+        """Return the first value of a metric, or None if it was not measured or is not defined."""
+        return next((row["value"] for row in self.values if row["metric"] == metric), None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run was asked for, on which machine, with which versions."""
+
+    run: str
+    time: str
+    tool: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS: dict[str, type[Run | Record]] = {"run": Run, "record": Record}
+
+
+class Records:
+    """All records of a file.
+
+    Args:
+        path: The file; None keeps the records in memory only.
+
+    Raises:
+        ValueError: A line is damaged or has another format version. An incomplete last line, which a killed process
+            leaves, is ignored and later overwritten.
+        OSError: The file cannot be read.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.runs: dict[str, Run] = {}
+        self.used: dict[str, str] = {}  # what this run measured or knew already: id -> label
+        self._records: dict[str, list[Record]] = {}
+        self._run: Run | None = None
+        if path is not None:
+            self._read(path)
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield all records, those of the same conditions together, the oldest first."""
+        for records in self._records.values():
+            yield from records
+
+    def __len__(self) -> int:
+        return sum(map(len, self._records.values()))
+
+    def latest(self, conditions: Conditions) -> Record | None:
+        """Return the newest record of the conditions, or None."""
+        records = self._records.get(conditions.id)
+        return records[-1] if records else None
+
+    def known(self, conditions: Conditions, label: str = "") -> Record | None:
+        """Return the record that makes a measurement in this run, with this label, unnecessary, or None."""
+        record = self.latest(conditions)
+        if record is not None:
+            self.used[record.id] = label
+        return record
+
+    def start_run(self, tool: str, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        """Start the run that the following records belong to. Its line is written with the first of them."""
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+        self._run = Run(name, utc_now(), tool, json_safe(settings), json_safe(environment))
+
+    def add(self, conditions: Conditions, values: Values, *, label: str = "", seconds: float | None = None) -> Record:
+        """Write a measurement to the file.
+
+        Raises:
+            RuntimeError: No run was started.
+        """
+        if self._run is None:
+            raise RuntimeError("Call start_run() first: a record belongs to a run.")
+        if isinstance(values, Mapping):
+            values = [{"metric": name, "value": value} for name, value in values.items()]
+        run, rows = self._run.run, json_safe(list(values))
+        record = Record(conditions.id, conditions.to_dict(), rows, utc_now(), run, label, seconds)
+        if self.path is not None:
+            lines = [] if run in self.runs else [_line(self._run)]
+            JsonLinesFile(self.path).append(*lines, _line(record))
+        self.runs[run] = self._run
+        self.used[record.id] = label
+        self._records.setdefault(record.id, []).append(record)
+        return record
+
+    def save(self, path: Path) -> None:
+        """Write all runs and records to a file, in place of what it held."""
+        path.unlink(missing_ok=True)
+        JsonLinesFile(path).append(*map(_line, (*self.runs.values(), *self)))
+
+    def _read(self, path: Path) -> None:
+        for number, line in enumerate(JsonLinesFile(path).read(), start=1):
+            location, version = f"{str(path)!r}, line {number}", line.get("format_version")
+            if version != FORMAT_VERSION:
+                problem = f"has format version {version!r}; hf-linear-attn reads version {FORMAT_VERSION}"
+                remedy = "Choose another folder, or use the release that wrote it."
+                raise ValueError(f"{location} {problem}. {remedy}")
+            try:
+                kind = KINDS[line["kind"]]
+                item = kind(**{field.name: line[field.name] for field in fields(kind)})
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{location} is damaged ({error!r}). Remove or repair the line.") from error
+            if isinstance(item, Run):
+                self.runs[item.run] = item
+            else:
+                self._records.setdefault(item.id, []).append(item)
+        for records in self._records.values():
+            records.sort(key=lambda record: record.time)  # files may have been concatenated by hand
+
+    def to_frame(self, labels: Mapping[str, str] | None = None) -> pandas.DataFrame:
+        """Return a tidy table: one row per value of the newest record of each conditions, with these conditions.
+
+        With `labels` (id -> label, such as `used`), it has these records only, with these labels.
+        """
+        import pandas
+
+        rows: list[dict[str, Any]] = []
+        for record in (records[-1] for records in self._records.values()):
+            if labels is None or record.id in labels:
+                known = {**record.conditions, "device": None, **record.conditions["device"], **vars(record)}
+                known["label"] = record.label if labels is None else labels[record.id]
+                common = {name: known.get(name) for name in CONDITION_COLUMNS}
+                rows += [{**common, **value} for value in record.values]
+        frame = pandas.DataFrame(rows)
+        return frame.reindex(columns=[*COLUMNS, *frame.columns.difference(COLUMNS, sort=False)])
+
+
+def _line(item: Run | Record) -> dict[str, Any]:
+    return {"format_version": FORMAT_VERSION, "kind": type(item).__name__.lower(), **asdict(item)}
+
 
 Learned = Mapping[str, Tensor]
 """Trained parameters by their names."""

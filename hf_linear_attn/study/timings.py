@@ -15,9 +15,8 @@ from ..measure.values import Values
 from ..utils.formatting import format_bytes
 from ..utils.timing import MIN_ROUNDS
 from .loading import CheckpointGroup, ExactModel
-from .records import Record
 from .settings import Settings
-from .study import Study
+from .study import Record, Study
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION, Variant, timed_variants
 
 #: Seconds that one length may take in any case: without long inputs there is little to see.

@@ -25,9 +25,8 @@ from ..utils.models import shared_copy
 from ..utils.progress import OnBatch, report_nothing
 from .inputs import Inputs, Measurement
 from .loading import CheckpointGroup, ExactModel, seed_options
-from .records import Conditions, Record
 from .settings import Settings
-from .study import Learned, Study
+from .study import Conditions, Learned, Record, Study
 
 #: Labels of the two references, and the mechanism's name of a model without attention.
 EXACT_LABEL, WITHOUT_ATTENTION, NO_ATTENTION = "exact", "without attention", "none"

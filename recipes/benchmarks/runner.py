@@ -53,8 +53,8 @@ def run_benchmark(
     Raises:
         ValueError, OSError: An option or a folder that cannot be used.
     """
-    from hf_linear_attn.study.records import Conditions  # imports torch, whose memory must not count in `onnx`
-    from hf_linear_attn.study.study import open_study
+    # It imports torch, whose memory must not count in `onnx`.
+    from hf_linear_attn.study.study import Conditions, open_study
 
     settings, rows = json_safe(options), []
     device = options.get("device", "cpu")

@@ -19,7 +19,6 @@ from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
 from hf_linear_attn.study.inputs import text_inputs
 from hf_linear_attn.study.loading import CheckpointGroup, ExactModel
-from hf_linear_attn.study.records import RECORDS_FILE, Records
 from hf_linear_attn.study.results import Evaluation
 from hf_linear_attn.study.settings import (
     DECODER_ATTENTIONS,
@@ -30,6 +29,7 @@ from hf_linear_attn.study.settings import (
     SpeedConfig,
     with_options,
 )
+from hf_linear_attn.study.study import RECORDS_FILE, Records
 from hf_linear_attn.study.variants import timed_variants
 from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer

@@ -17,8 +17,7 @@ from hf_linear_attn.measure.quality import measure_perplexity, perplexity_metric
 from hf_linear_attn.study.budget import DAMAGE_UNITS, Budget
 from hf_linear_attn.study.layer_search import LayerSearch
 from hf_linear_attn.study.plan_result import PlanResult, format_divergence
-from hf_linear_attn.study.records import Conditions
-from hf_linear_attn.study.study import open_study
+from hf_linear_attn.study.study import Conditions, open_study
 from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.models import shared_copy

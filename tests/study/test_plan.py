@@ -27,8 +27,8 @@ from hf_linear_attn.study import layer_search, settings
 from hf_linear_attn.study.inputs import split_halves
 from hf_linear_attn.study.plan import plan
 from hf_linear_attn.study.plan_result import PlanResult
-from hf_linear_attn.study.records import RECORDS_FILE, Records
 from hf_linear_attn.study.settings import PlanConfig, PlanTimingConfig
+from hf_linear_attn.study.study import RECORDS_FILE, Records
 from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.utils.progress import ConsoleProgress
 

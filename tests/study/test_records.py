@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_linear_attn.study.records import COLUMNS, FORMAT_VERSION, Conditions, Records
-from hf_linear_attn.study.study import Study
+from hf_linear_attn.study.study import COLUMNS, FORMAT_VERSION, Conditions, Records, Study
 
 
 def conditions(length: int = 64, attention: str = "elu", **changes: Any) -> Conditions:

@@ -10,8 +10,8 @@ import pytest
 
 from hf_linear_attn.measure.quality import PERPLEXITY, Score
 from hf_linear_attn.study import plots
-from hf_linear_attn.study.records import Conditions, Records
 from hf_linear_attn.study.results import Evaluation
+from hf_linear_attn.study.study import Conditions, Records
 
 ACCURACY = Score("task", "score", "sst2 accuracy", task="sst2")
 CONVERTED, CONTROL = "window (converted)", "softmax (tuned)"

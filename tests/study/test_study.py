@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linear_attn.study.records import LEARNED_FOLDER, RECORDS_FILE, Conditions
-from hf_linear_attn.study.study import check_study, open_study
+from hf_linear_attn.study.study import LEARNED_FOLDER, RECORDS_FILE, Conditions, check_study, open_study
 from hf_linear_attn.utils.progress import Progress
 
 TRAINING, LOSS = Conditions(measurement="training", seed=1), Conditions(measurement="loss")
