@@ -5,60 +5,76 @@ An evaluation is a list of variants of a model and a list of measurements. Each 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints import read_tokenizer
 from ..data.config import DataConfig
 from ..data.task_data import read_documents
 from ..data.tasks import TASKS
 from ..data.text import Text, text_of
-from ..integration.discovery import longest_input
-from ..integration.positions import has_position_table
 from ..measure.fidelity import measure_fidelity
+from ..measure.inputs import possible_lengths
+from ..measure.memory import free_memory
 from ..measure.quality import Score
+from ..measure.speed import DECODING, FORWARD, PREFILL, TRAINING, measure_decoding, measure_passes
 from ..measure.values import Values, value
-from ..patching import patch_report
+from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
+from ..training.calibration import calibrate_untrained
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
-from ..utils.formatting import fixed
-from ..utils.models import torch_device
+from ..utils.formatting import fixed, format_bytes
+from ..utils.models import shared_copy
 from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress, report_batches
-from . import loading
+from ..utils.timing import MIN_ROUNDS
 from .inputs import (
+    TRANSFER_SETTINGS,
     Inputs,
-    Measurement,
     inputs_text,
     recall_measurement,
     score_of,
     sentence_pairs,
     task_inputs,
     text_inputs,
+    transferred,
 )
 from .results import Evaluation
-from .settings import (
-    PYTHON_DOCUMENTATION,
-    EvaluateConfig,
-    EvaluationData,
-    Settings,
-    resolve_settings,
-    split_task,
-    with_options,
+from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, Settings, split_task, with_options
+from .study import Record, Study, check_study, open_study
+from .variants import (
+    EXACT_LABEL,
+    WITHOUT_ATTENTION,
+    CheckpointGroup,
+    ExactModel,
+    Loader,
+    Measurement,
+    Variant,
+    check_fits,
+    check_mechanism,
+    check_same_shape,
+    checkpoints,
+    describe_source,
+    find_checkpoints,
+    references,
+    seed_options,
+    timed_variants,
 )
-from .study import Study, check_study, open_study
-from .timings import measure_speed
-from .variants import Loader, Variant, checkpoints, mechanism_stages, references
 
-Examples = Callable[[loading.ExactModel, Mapping[str, Loader]], Mapping[str, Any]]
+#: Seconds that one length may take in any case: without long inputs there is little to see.
+LONGEST_WAIT = 120.0
+
+#: The share of the free memory that a measurement may be expected to need.
+MEMORY_SHARE = 0.8
+
+Examples = Callable[[ExactModel, Mapping[str, Loader]], Mapping[str, Any]]
 """Data frames by title, from the exact model and from converted ones by their label."""
 
 
@@ -66,11 +82,11 @@ Examples = Callable[[loading.ExactModel, Mapping[str, Loader]], Mapping[str, Any
 class Evaluated:
     """One model with all that is measured of it."""
 
-    exact: loading.ExactModel
+    exact: ExactModel
     inputs: Inputs
     settings: Settings
     measurements: tuple[Measurement, ...]  # of every variant
-    groups: tuple[loading.CheckpointGroup, ...]  # checkpoints, with labels
+    groups: tuple[CheckpointGroup, ...]  # checkpoints
     task: str = ""  # a further task that this model is for; only its scores are measured then
 
     @property
@@ -97,10 +113,40 @@ class Evaluated:
             yield [reference], False
         for name in self.settings.attentions:
             for seed in self.settings.seeds:
-                yield mechanism_stages(study, self.exact, self.inputs, self.settings, name, seed), True
+                yield self.stages(study, name, seed), True
         for group in self.groups:
             for variant in checkpoints(self.exact, group):
                 yield [variant], bool(group.layers)
+
+    def stages(self, study: Study, name: str, seed: int) -> Iterator[Variant]:
+        """Yield a mechanism untrained (what it learns is calibrated) and, if it learns, after attention transfer.
+
+        There is nothing if a seed changes nothing.
+        """
+        entry, settings, inputs, exact = ATTENTIONS.get(name), self.settings, self.inputs, self.exact
+        trains, options = entry.learned and settings.steps > 0, seed_options(entry, seed)
+        if not trains and not options and seed != settings.seeds[0]:
+            return
+
+        def start() -> PreTrainedModel:
+            model = patch_model(shared_copy(exact.model), name, **options)
+            if trains:
+                calibrate_untrained(model, inputs.train)
+            return model
+
+        patched = cache(start)
+        first = Variant(name, name, patched, "untrained", seed if trains or options else None, options)
+        yield first
+        if not trains:
+            return
+        transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
+        transfer |= {"data": inputs.hash, "order": settings.seed}
+        after = replace(first, state="transferred", settings={"transfer": transfer})
+        conditions = after.of(exact.conditions("attention_transfer"))
+        trained = cache(lambda: transferred(study, patched(), inputs, settings, conditions, label=name))
+        if study.records.known(conditions, name) is None:
+            trained()
+        yield replace(after, load=trained)
 
 
 def evaluate(
@@ -169,7 +215,7 @@ def evaluate(
         converted = [measure_quality(study, one) for one in models]
         notes: list[str] = []
         if timing and first.settings.lengths:
-            notes = measure_speed(study, first.exact, first.settings, first.groups, first.inputs.tokens)
+            notes = measure_speed(study, first)
         tables = examples(first.exact, converted[0]) if examples is not None else {}
     info = {
         **facts_of(models),
@@ -251,54 +297,48 @@ def measure_quality(study: Study, one: Evaluated) -> dict[str, Loader]:
 def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Text | None = None) -> list[Evaluated]:
     """Load the model, and those of further tasks, with their data; every error of the input is raised here."""
     for name in config.attention or ():
-        loading.check_mechanism(name)
+        check_mechanism(name)
     for entry in config.data.task or ():
         TASKS.get(split_task(entry)[0])
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    first = _prepare(model, config.for_task(None), tokenizer, text)
-    _check_mechanisms(first)
-    models = [first]
-    for task, folder in config.data.other_tasks.items():
-        models.append(_prepare(folder, replace(config.for_task(task), name=None), None, None, first))
-    labels: dict[str, str] = {}  # groups of equal identity have equal labels, such as "hedgehog (converted)"
-    for group in itertools.chain.from_iterable(one.groups for one in models):
-        base = f"{group.attention} ({group.state})"
-        names = itertools.chain([base], (f"{base} {number}" for number in itertools.count(2)))
-        labels.setdefault(group.identity, next(name for name in names if name not in labels.values()))
+    labels: dict[str, str] = {}
+    first = _prepare(model, config.for_task(None), labels, tokenizer, text)
+    if not first.settings.attentions and not any(group.layers for group in first.groups):
+        raise ValueError("There is nothing to compare: give --attention or --converted.")
+    for name in first.settings.attentions:
+        options = seed_options(ATTENTIONS.get(name), first.settings.seed)
+        check_fits(first.exact.model, name, "measured", **options)
+    others = config.data.other_tasks.items()
     return [
-        replace(one, groups=tuple(replace(group, label=labels[group.identity]) for group in one.groups))
-        for one in models
+        first,
+        *(_prepare(folder, replace(config.for_task(task), name=None), labels, first=first) for task, folder in others),
     ]
 
 
 def _prepare(
-    source: Any, config: EvaluateConfig, tokenizer: Any, text: Text | None, first: Evaluated | None = None
+    source: Any,
+    config: EvaluateConfig,
+    labels: dict[str, str],
+    tokenizer: Any = None,
+    text: Text | None = None,
+    first: Evaluated | None = None,
 ) -> Evaluated:
     """Load one model with its data. That of a further task has the mechanisms, seeds and steps of the `first`."""
-    device, task, path = torch_device(config.device), config.data.own_task, config.data.dataset
-    loaded = isinstance(source, PreTrainedModel)
-    if loaded:
-        name, kind, model_config = Path(source.name_or_path).name, loading.kind_of(source), source.config
-        loading.check_exact(source, name, kind)
-    else:
-        name, kind, model_config = loading.describe_source(str(source), task, path)
-    name = config.name or name or type(source).__name__
-    tokenizer = tokenizer or read_tokenizer(str(getattr(source, "name_or_path", source)))
+    task, path = config.data.own_task, config.data.dataset
+    name, kind, model_config = describe_source(source, task, path)
+    name = config.name or name
     _check_data(kind, config, name, text)
-    groups = loading.find_checkpoints(config.converted or (), config.baseline or (), model_config)
+    groups = find_checkpoints(config.converted or (), config.baseline or (), model_config, labels)
     if text is None and kind != "classifier":
         dataset = None if path == PYTHON_DOCUMENTATION else path
         columns, documents = config.data.text_columns, config.data.documents
         text = read_documents(DataConfig(dataset=dataset, text_columns=columns, documents=documents))
-    title = task or Path(str(path)).name
-    model = source if loaded else loading.load_exact(str(source), kind, device, task=title)
-    table = has_position_table(model)
-    settings = resolve_settings(config, kind, longest_input(model), loading.dtype_name(model), table=table)
+    exact = ExactModel.load(source, kind, name, tokenizer, config.device, task or Path(str(path)).name)
+    settings = exact.settings(config)
     if first is not None:
         settings = replace(settings, **{key: getattr(first.settings, key) for key in ("attentions", "seeds", "steps")})
-        _check_like_first(str(source), task, model, groups, first)
-    exact = loading.ExactModel.of(model, tokenizer, kind, name)
+        _check_like_first(str(source), task, exact.model, groups, first)
     if text is None or kind == "classifier":
         options = {**vars(config.data), "task": task}
         del options["sts"]
@@ -315,10 +355,10 @@ def _prepare(
 
 
 def _check_like_first(
-    source: str, task: str | None, model: PreTrainedModel, groups: Sequence[loading.CheckpointGroup], first: Evaluated
+    source: str, task: str | None, model: PreTrainedModel, groups: Sequence[CheckpointGroup], first: Evaluated
 ) -> None:
     """Raise a ValueError where the model of a further task is not made as the first one: time is measured on that."""
-    loading.check_same_shape(source, model.config, first.exact.model.config)
+    check_same_shape(source, model.config, first.exact.model.config)
     identities = [group.identity for group in first.groups]
     for group in groups:
         if group.layers and group.identity not in identities:
@@ -340,11 +380,105 @@ def _check_data(kind: str, config: EvaluateConfig, name: str, text: Text | None)
         raise ValueError("context and stride are those of a perplexity, and this is no causal language model.")
 
 
-def _check_mechanisms(one: Evaluated) -> None:
-    """Raise for mechanisms that this model cannot have, before anything is measured."""
-    settings = one.settings
-    if not settings.attentions and not any(group.layers for group in one.groups):
-        raise ValueError("There is nothing to compare: give --attention or --converted.")
-    for name in settings.attentions:
-        options = loading.seed_options(ATTENTIONS.get(name), settings.seed)
-        loading.check_fits(one.exact.model, name, "measured", **options)
+def measure_speed(study: Study, one: Evaluated) -> list[str]:
+    """Time all variants of a model at every length; return what was left out, and why.
+
+    One record holds all of them: a speedup is always a ratio within the same rounds. Operations are counted for one
+    sequence: a batch has so many times as many, and a prefill as many as a forward pass. Several sequences are timed at
+    a few of the lengths, and not in a prefill.
+    """
+    settings, exact = one.settings, one.exact.cast(one.settings.dtype)
+    variants = timed_variants(exact, settings, one.groups)
+    lengths, note = possible_lengths(exact.model, settings.lengths)
+    notes = [note] if note else []
+    # The time of exact attention grows with the square, and its memory too where all weights are in memory.
+    quadratic = {"seconds"} | ({"peak_memory"} if exact.implementation == "eager" else set())
+
+    def sweep(
+        measurement: str, lengths: Sequence[int], batch_size: int = 1, single: Mapping[int, Record] | None = None
+    ) -> dict[int, Record]:
+        """Measure at each length, unless the last one, or what `single` has of one sequence, predicts too much."""
+        done: dict[int, Record] = {}
+        name = measurement + (f" with {batch_size} sequences" if batch_size > 1 else "")
+        timed = [one for one in variants if measurement != DECODING or one.label != WITHOUT_ATTENTION]
+        models = {one.label: {"attention": one.attention, **one.options} for one in timed}
+        for index, length in enumerate(lengths):
+            conditions = exact.conditions(measurement, length=length, batch_size=batch_size, options=models)
+            reason = None
+            if study.records.latest(conditions) is None and (single or done):
+                last = max(done, default=length)
+                known, growth = (single[length], batch_size) if single else (done[last], length / last)
+                powers = set() if single else quadratic
+                reason = reason_to_skip(known.values, growth, settings.seconds, exact.model.device, powers)
+            if reason is None:
+                study.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
+                function = partial(_time, timed, settings, measurement, one.inputs.tokens, length, batch_size)
+                try:
+                    done[length] = study.measure(conditions, function)
+                except torch.cuda.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    reason = "the device has no more memory"
+            if reason is not None:
+                left = ", ".join(f"{length:,}" for length in lengths[index:])
+                notes.append(f"{name} was not timed at {left} tokens: {reason}.")
+                break
+        return done
+
+    generation = [PREFILL, DECODING] if exact.kind == "decoder" else []
+    for measurement in (FORWARD, *([TRAINING] if settings.backward else []), *generation):
+        single = sweep(measurement, lengths)
+        if settings.throughput_batch_size > 1 and measurement != PREFILL:
+            sweep(measurement, lengths_to_show(list(single), settings.length), settings.throughput_batch_size, single)
+    return notes
+
+
+def _time(
+    variants: Sequence[Variant],
+    settings: Settings,
+    measurement: str,
+    tokens: Sequence[int],
+    length: int,
+    batch_size: int,
+) -> Values:
+    """Time all variants in the same rounds; each value says of which one it is."""
+    models = {one.label: one.load() for one in variants}
+    common: dict[str, Any] = {"baseline": EXACT_LABEL, "batch_size": batch_size}
+    if measurement == DECODING:
+        results = measure_decoding(models, tokens, length, seconds=settings.seconds / 4, **common)
+    else:
+        flops = settings.flops and measurement != PREFILL and batch_size == 1
+        options: dict[str, Any] = {"measurement": measurement, "memory": True, "flops": flops}
+        results = measure_passes(models, tokens, length, seconds=settings.seconds, **common, **options)
+    return [{**row, "label": one.label, "attention": one.attention} for one in variants for row in results[one.label]]
+
+
+def reason_to_skip(
+    known: Values, growth: float, seconds: float, device: torch.device, quadratic: set[str]
+) -> str | None:
+    """Return why a measurement of `growth` times as many tokens would need too much memory or time; None: it would not.
+
+    Args:
+        known: The values of all variants. A new measurement takes a warm-up and the least rounds of all of them, the
+            memory of the one that needs most, and the caches of all.
+        growth: By how much time and memory grow.
+        seconds: The time that is meant for one length. 15 times as much is too long, but not below `LONGEST_WAIT`.
+        device: Whose free memory counts.
+        quadratic: The metrics that grow with the square in the exact model.
+    """
+
+    def expected(metric: str) -> list[float]:
+        rows = [row for row in known if row["metric"] == metric]
+        powers = [2 if row["label"] == EXACT_LABEL and metric in quadratic else 1 for row in rows]
+        return [(row["value"] or 0.0) * growth**power for row, power in zip(rows, powers, strict=True)]
+
+    needed, free = max(expected("peak_memory"), default=0.0) + sum(expected("cache_bytes")), free_memory(device)
+    if free is not None and needed > MEMORY_SHARE * free:
+        return f"it would need about {format_bytes(needed)}, and {format_bytes(free)} are free"
+    duration = (1 + MIN_ROUNDS) * sum(expected("seconds"))
+    return f"it would take about {duration:.0f} s" if duration > max(15 * seconds, LONGEST_WAIT) else None
+
+
+def lengths_to_show(lengths: Sequence[int], own: int | None) -> list[int]:
+    """Return at most five lengths to show: the user's own if measured, and four that are evenly spread."""
+    spread = [lengths[index * (len(lengths) - 1) // 3] for index in range(4)] if lengths else []
+    return sorted({*spread, *(length for length in lengths if length == own)})

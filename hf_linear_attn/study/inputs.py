@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..data.config import DataConfig
 from ..data.metrics import METRICS
@@ -27,6 +29,7 @@ from ..data.text import (
     rows_text,
     text_rows,
 )
+from ..integration.context import SUBMODULE
 from ..measure.quality import (
     PERPLEXITY,
     SENTENCE_EMBEDDINGS,
@@ -38,18 +41,19 @@ from ..measure.quality import (
     sentence_pair_metric,
 )
 from ..measure.recall import RECALL, recall_metric, recall_settings
-from ..measure.values import Metric
-from .loading import ExactModel
+from ..measure.values import value
+from ..training.transfer import transfer_attention
 from .settings import Settings
-from .study import Conditions
+from .study import Conditions, Learned, Study, Values
+from .variants import ExactModel, Measurement
 
 Batch = dict[str, Tensor]
 
-Measurement = tuple[Conditions, Metric]
-"""What is measured of each variant of a model; the conditions lack what the variant adds (see `Variant.of`)."""
-
 #: Where an evaluation measures; a plan has two parts instead, to choose on and to verify with.
 HELD_OUT = ("held_out",)
+
+#: Of the settings, what an attention transfer depends on.
+TRANSFER_SETTINGS = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
 
 SCORES = {score.measurement: score for score in (PERPLEXITY, SENTENCE_EMBEDDINGS, SENTENCE_PAIRS, RECALL)}
 
@@ -226,3 +230,37 @@ def inputs_text(facts: Mapping[str, int]) -> str:
     """Return what `row_facts` says as text."""
     lengths = f"median {facts['median']:,}, longest {facts['longest']:,}"
     return f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens ({lengths})"
+
+
+def transferred(
+    study: Study, model: PreTrainedModel, inputs: Inputs, settings: Settings, conditions: Conditions, *, label: str
+) -> PreTrainedModel:
+    """Return the patched model with its learned parameters trained: the stored ones, or those of a transfer now."""
+
+    def train() -> tuple[Values, Learned]:
+        batches, seed = list(inputs.train), conditions.seed or 0
+        if seed != settings.seed:  # seeds must differ in something where nothing else is random
+            random.Random(seed).shuffle(batches)
+        torch.manual_seed(seed)
+        result = transfer_attention(
+            model,
+            batches,
+            steps=settings.steps,
+            validation=inputs.validation,
+            evaluate_every=max(settings.steps // settings.evaluations, 1),
+            progress=lambda step, total, loss: study.progress.status(
+                f"{label}: attention transfer, loss {loss:.3f}", step, total
+            ),
+        )
+        values = [
+            value("steps", result.steps),
+            value("tokens", result.tokens),
+            value("best_step", result.best_step),
+            value("transfer_seconds", result.seconds, unit="s"),
+            *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
+            *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
+        ]
+        return values, {name: one for name, one in model.state_dict().items() if f".{SUBMODULE}." in f".{name}"}
+
+    model.load_state_dict(study.learned(conditions, train, label=label), strict=False)
+    return model

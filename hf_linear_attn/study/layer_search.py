@@ -23,10 +23,10 @@ from ..training.head_search import ExactHeads
 from ..utils.models import shared_copy
 from ..utils.timing import is_measurable
 from .budget import MODEL_KINDS, Budget, DamageUnit
-from .inputs import Measurement, score_of
+from .inputs import score_of
 from .plan_result import Candidate, PlanResult
 from .study import Study
-from .variants import Loader, Variant
+from .variants import Loader, Measurement, Variant
 from .variants import references as references_of
 
 

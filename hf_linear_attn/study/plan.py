@@ -12,10 +12,8 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..checkpoints import read_tokenizer, save_checkpoint
+from ..checkpoints import save_checkpoint
 from ..data.task_data import read_documents
-from ..integration.discovery import longest_input
-from ..integration.positions import has_position_table
 from ..measure.inputs import possible_lengths, timing_options
 from ..measure.values import Values
 from ..patching import patch_model, patch_report
@@ -25,17 +23,25 @@ from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import check_output
-from ..utils.models import shared_copy, torch_device
+from ..utils.models import shared_copy
 from ..utils.options import OptionError, make_config
 from ..utils.progress import ConsoleProgress
 from .budget import Budget
-from .inputs import Inputs, inputs_text, recall_measurement, row_facts, task_inputs, text_inputs
+from .inputs import (
+    TRANSFER_SETTINGS,
+    Inputs,
+    inputs_text,
+    recall_measurement,
+    row_facts,
+    task_inputs,
+    text_inputs,
+    transferred,
+)
 from .layer_search import LayerSearch, convert_as_planned
-from .loading import ExactModel, check_fits, check_mechanism, describe_source, dtype_name, load_exact, seed_options
 from .plan_result import PAGE, PLAN, PLOT, REPORT, PlanResult, write_plan
-from .settings import EvaluateConfig, PlanConfig, Settings, resolve_settings
+from .settings import EvaluateConfig, PlanConfig, Settings
 from .study import RECORDS_FILE, Study, check_study, open_study
-from .variants import TRANSFER_SETTINGS, Variant, transferred
+from .variants import ExactModel, Variant, check_fits, check_mechanism, describe_source, seed_options
 
 FORMAT_VERSION = 6
 
@@ -135,15 +141,14 @@ def _log_data(study: Study, facts: dict[str, Any]) -> None:
 def prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     """Load the model and its data; every error of the input is raised here."""
     name, kind, _ = describe_source(config.model, config.data.task, config.data.dataset)
-    tokenizer = read_tokenizer(config.model)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     recalls = budget.unit is not None and budget.unit.name == "recall" and kind != "classifier"
     budget.unit_of("recall" if recalls else MEASUREMENTS[kind])
     text = None if kind == "classifier" else read_documents(config.data)
     data = config.data.task or config.data.dataset or "the data"
-    model = load_exact(config.model, kind, torch_device(config.device), task=data)
-    exact, settings = ExactModel.of(model, tokenizer, kind, name), plan_settings(config, kind, model)
+    exact = ExactModel.load(config.model, kind, name, None, config.device, data)
+    model, settings = exact.model, plan_settings(config, exact)
     if text is None:
         rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
         inputs = task_inputs(exact, replace(config.data, max_eval_samples=rows), settings, HALVES)
@@ -162,12 +167,12 @@ def prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     if budget.unit is None:
         possible, own_note = possible_lengths(model, [budget.length or 0])
         if budget.length not in possible:
-            raise ValueError(f"The budget {budget.text!r} is beyond the model's {longest_input(model)} positions.")
+            raise ValueError(f"The budget {budget.text!r} is beyond the model's {exact.positions} positions.")
         note = note or own_note
     entry = ATTENTIONS.get(config.attention)
     options = {**seed_options(entry, config.seed), **config.options}
     patched = check_fits(model, config.attention, "planned", **options)
-    longer = timing_options(entry, options, longest_input(model), max(lengths, default=1))
+    longer = timing_options(entry, options, exact.positions, max(lengths, default=1))
     timed = patched if longer == options else patch_model(shared_copy(model), config.attention, **longer)
     transfer = {"data": inputs.hash, **{key: getattr(settings, key) for key in TRANSFER_SETTINGS}}
     identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": transfer}
@@ -175,13 +180,12 @@ def prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     return PlannedModel(exact, inputs, settings, linear, timed, tuple(lengths), note)
 
 
-def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Settings:
+def plan_settings(config: PlanConfig, exact: ExactModel) -> Settings:
     """Return how much is measured: more than in an evaluation, because a choice of layers rests on it."""
-    limit, quick, length = longest_input(model), config.quick, config.data.max_length
+    limit, quick, length = exact.positions, config.quick, config.data.max_length
     if limit is not None and length is not None and length > limit:
         raise OptionError("data.max_length", f"{length} is beyond the model's {limit} positions. Give {limit} or less.")
-    options = EvaluateConfig(sequence_length=length, quick=quick, seed=config.seed)
-    settings = resolve_settings(options, kind, limit, dtype_name(model), table=has_position_table(model))
+    settings = exact.settings(EvaluateConfig(sequence_length=length, quick=quick, seed=config.seed))
     return replace(
         settings,
         attentions=(config.attention,),

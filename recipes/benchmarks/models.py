@@ -14,8 +14,7 @@ from hf_linear_attn.measure.inputs import timing_options
 from hf_linear_attn.measure.memory import peak_memory
 from hf_linear_attn.measure.speed import DECODING, measure_decoding, measure_passes
 from hf_linear_attn.registry import ATTENTIONS
-from hf_linear_attn.study.loading import seed_options
-from hf_linear_attn.study.variants import WITHOUT_ATTENTION
+from hf_linear_attn.study.variants import WITHOUT_ATTENTION, seed_options
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.timing import sample_interleaved

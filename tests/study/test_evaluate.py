@@ -18,7 +18,6 @@ from hf_linear_attn.data.text import packed_rows, padded_batches, read_text, tex
 from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
 from hf_linear_attn.study.inputs import text_inputs
-from hf_linear_attn.study.loading import CheckpointGroup, ExactModel
 from hf_linear_attn.study.results import Evaluation
 from hf_linear_attn.study.settings import (
     DECODER_ATTENTIONS,
@@ -30,7 +29,7 @@ from hf_linear_attn.study.settings import (
     with_options,
 )
 from hf_linear_attn.study.study import RECORDS_FILE, Records
-from hf_linear_attn.study.variants import timed_variants
+from hf_linear_attn.study.variants import CheckpointGroup, ExactModel, timed_variants
 from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
@@ -216,14 +215,14 @@ def test_an_interrupted_run_continues(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_linear_attn.study.timings.measure_passes", interrupt)
+        patch.setattr("hf_linear_attn.study.evaluate.measure_passes", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(folder / "gpt2", **options)
     saved = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved
     with pytest.raises(ValueError, match=r"earlier result: continue it \(--resume\), replace it \(--overwrite\)"):
         run(folder / "gpt2", **options)
-    monkeypatch.setattr("hf_linear_attn.study.variants.transfer_attention", interrupt)
+    monkeypatch.setattr("hf_linear_attn.study.inputs.transfer_attention", interrupt)
     run(folder / "gpt2", **options, resume=True)
     after = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved.items() <= after.items()
@@ -234,7 +233,7 @@ def test_throughput_takes_no_more_memory_than_there_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where several sequences do not fit, the report says so and the rest is measured."""
-    monkeypatch.setattr("hf_linear_attn.study.timings.free_memory", lambda device: 1000)
+    monkeypatch.setattr("hf_linear_attn.study.evaluate.free_memory", lambda device: 1000)
     options = {"attention": ("elu",), "batch_size": 8}
     evaluation, _ = run(folder / "gpt2", dataset=str(folder / "text.txt"), output=str(tmp_path / "out"), **options)
     notes = " ".join(evaluation.info["notes"])

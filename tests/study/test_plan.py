@@ -160,7 +160,7 @@ def test_a_stopped_run_is_resumed(
     assert not (tmp_path / "plan.json").exists()
     monkeypatch.setattr(Variant, "_measured", original)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_linear_attn.study.variants.transfer_attention", lambda *_, **__: pytest.fail("trained"))
+        patch.setattr("hf_linear_attn.study.inputs.transfer_attention", lambda *_, **__: pytest.fail("trained"))
         result = run(folder, "gpt2", tmp_path, resume=True)
     assert report_of(tmp_path)["resumed"]
     assert without_times(result) == without_times(finished[1])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linear_attn.study import timings
-from hf_linear_attn.study.timings import lengths_to_show
+from hf_linear_attn.study import evaluate as timings
+from hf_linear_attn.study.evaluate import lengths_to_show
 
 
 def measured(label: str, **metrics: float) -> list[dict[str, Any]]:
