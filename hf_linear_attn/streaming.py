@@ -96,8 +96,8 @@ def read_stream(
                 "Read with positions='wrap' or 'restart', or extend the table first: extend_positions(model, N)."
             )
         ids = torch.tensor([piece], device=model.device)
-        places = torch.arange(first, first + len(piece), device=model.device)[None]
-        options = {"position_ids": places} if takes_positions else {}
+        position_ids = torch.arange(first, first + len(piece), device=model.device)[None]
+        options = {"position_ids": position_ids} if takes_positions else {}
         output = model(ids, past_key_values=cache, use_cache=True, **options)
         cache = getattr(output, "past_key_values", None)
         if cache is None:

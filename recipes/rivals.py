@@ -219,9 +219,9 @@ class Context:
         cache, start = copy.deepcopy(self.cache), time.perf_counter()
         for index, scores in self.scores[rival].items():
             layer: Any = cache.layers[index]
-            kept = scores.topk(int(share * scores.shape[-1])).indices.sort().values[..., None]
+            indices = scores.topk(int(share * scores.shape[-1])).indices.sort().values[..., None]
             layer.keys, layer.values = (
-                states.gather(2, kept.expand(*kept.shape[:-1], states.shape[-1]))
+                states.gather(2, indices.expand(*indices.shape[:-1], states.shape[-1]))
                 for states in (layer.keys, layer.values)
             )
         seconds = self.seconds + self.scoring[rival] + time.perf_counter() - start

@@ -224,8 +224,8 @@ def split_articles(text: str) -> list[str]:
 def _fasta_rows(path: Path) -> Rows:
     beginning, *records = re.split(r"^>", read_text(path), flags=re.MULTILINE)
     if beginning.strip():
-        found = shortened(beginning.strip().partition("\n")[0])
-        raise ValueError(f"{location(path, 1)}: a FASTA record starts with '>', found {found}.")
+        first = shortened(beginning.strip().partition("\n")[0])
+        raise ValueError(f"{location(path, 1)}: a FASTA record starts with '>', found {first}.")
     for number, record in enumerate(records):
         description, _, sequence = record.partition("\n")
         if not sequence.strip():

@@ -97,8 +97,8 @@ class PromptMaker:
         self.reads_text = bool(self._encoded(" ".join(NOISE) + letters))
         self.before, self.after = special_tokens(tokenizer, [NOISE[0]]) if self.reads_text else ([], [])
         # Small models hardly know what most of their tokens mean.
-        words = [self.encode(f" {word}") for word in NOUNS] if self.reads_text else []
-        self.common = sorted({token for word in words for token in word}) or self.tokens
+        nouns = [self.encode(f" {word}") for word in NOUNS] if self.reads_text else []
+        self.common = sorted({token for noun in nouns for token in noun}) or self.tokens
 
     def _encoded(self, text: str) -> list[int]:
         try:
@@ -111,8 +111,8 @@ class PromptMaker:
         """Return the tokens of a text, without special ones."""
         if self.reads_text:
             return encode_text(self.tokenizer, text)
-        words = re.findall(r"\d|[^\W\d]+|[^\w\s]", text)
-        return [self.tokens[zlib.crc32(word.encode()) % len(self.tokens)] for word in words]
+        pieces = re.findall(r"\d|[^\W\d]+|[^\w\s]", text)
+        return [self.tokens[zlib.crc32(piece.encode()) % len(self.tokens)] for piece in pieces]
 
     def score(self, prompt: Prompt, output: Sequence[int]) -> float:
         """Return the share of the expected answers that the generated text contains, as RULER does.

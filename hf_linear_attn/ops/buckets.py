@@ -8,7 +8,7 @@ A pair that several rounds of hashing select, or that lies in the band too, coun
 
 The decoding state consists of the last `capacity` keys and values of every bucket and round:
     `bucket_ring_key` `[B, G, rounds, buckets, capacity, d]`, `bucket_ring_value` `[…, e]`,
-    `bucket_ring_place` `[B, G, rounds, buckets, capacity]` (the token's position among the real ones; -1: empty)
+    `bucket_ring_position` `[B, G, rounds, buckets, capacity]` (the token's position among the real ones; -1: empty)
 and, where the sums of the band have a gradient, the keys that they hold without one, since an earlier call had none:
     `bucket_ring_constant` `[B, G, rounds, buckets, capacity]`
 """
@@ -57,10 +57,10 @@ class _Pool(NamedTuple):
     order: Tensor  # [B, G, rounds, N]
     code: Tensor  # [B, G, rounds, N], sorted
 
-    def sorted_tokens(self, places: Tensor) -> Tensor:
-        """Return the index of the tokens at some places `[B, G, rounds, …]` in the order of each round."""
-        flat = places.clamp(0, max(self.order.shape[-1] - 1, 0)).flatten(3)
-        return self.order.gather(3, flat).view(places.shape)
+    def sorted_tokens(self, offsets: Tensor) -> Tensor:
+        """Return the index of the tokens at offsets `[B, G, rounds, …]` in the order of each round."""
+        flat = offsets.clamp(0, max(self.order.shape[-1] - 1, 0)).flatten(3)
+        return self.order.gather(3, flat).view(offsets.shape)
 
 
 def _take(tensor: Tensor, index: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def make_pool(
     position = positions.unsqueeze(1).expand(key.shape[:3])
     constant = torch.zeros_like(position, dtype=torch.bool)
     if state is not None:
-        stored, rounds = state["bucket_ring_place"], bucket.shape[2]
+        stored, rounds = state["bucket_ring_position"], bucket.shape[2]
         numbers = torch.arange(hashing.buckets, device=key.device).unsqueeze(-1)
         own = torch.eye(rounds, dtype=torch.bool, device=key.device)[:, :, None, None]  # each round has its own rings
         in_ring = torch.where(own & (stored >= 0).unsqueeze(2), numbers, hashing.buckets)
@@ -101,8 +101,8 @@ def make_pool(
 
 
 def _constant_keys(state: State, window: int) -> Tensor:
-    """Return which stored keys the sums of a state hold without a gradient, in the shape of `bucket_ring_place`."""
-    stored = state["bucket_ring_place"]
+    """Return which stored keys the sums of a state hold without a gradient, in the shape of `bucket_ring_position`."""
+    stored = state["bucket_ring_position"]
     if state["kv"].requires_grad:
         return state.get("bucket_ring_constant", torch.zeros_like(stored, dtype=torch.bool))
     return stored < (state["count"] - window).view(-1, 1, 1, 1, 1)  # the others are still in the window
@@ -123,8 +123,8 @@ def select_keys(
     if not causal:
         end = torch.searchsorted(pool.code, (bucket + 1) * MAX_POSITION)
         low = torch.minimum(end_causal - (capacity + 1) // 2, end - capacity)
-    places = torch.maximum(first, low).unsqueeze(-1) + torch.arange(capacity, device=position.device)
-    index, valid = (x.movedim(2, 3).flatten(3) for x in (pool.sorted_tokens(places), places < end.unsqueeze(-1)))
+    offsets = torch.maximum(first, low).unsqueeze(-1) + torch.arange(capacity, device=position.device)
+    index, valid = (x.movedim(2, 3).flatten(3) for x in (pool.sorted_tokens(offsets), offsets < end.unsqueeze(-1)))
     of_keys = _take(pool.position.unsqueeze(-1), index).squeeze(-1)
     valid = valid & ((position.unsqueeze(-1) - of_keys).abs() >= window)
     again = (of_keys.unsqueeze(-1) == of_keys.unsqueeze(-2)) & valid.unsqueeze(-2)
@@ -197,13 +197,13 @@ def _store(pool: _Pool, hashing: Hashing, band: State | None) -> State:
     device, sizes = pool.key.device, pool.code.shape[:3]
     numbers = torch.arange(hashing.buckets + 1, device=device) * MAX_POSITION
     borders = torch.searchsorted(pool.code, numbers.expand(*sizes, -1).contiguous())
-    places = borders[..., 1:].unsqueeze(-1) + torch.arange(-hashing.capacity, 0, device=device)
-    empty = (places < borders[..., :-1].unsqueeze(-1)).unsqueeze(-1)
-    index = pool.sorted_tokens(places)
+    offsets = borders[..., 1:].unsqueeze(-1) + torch.arange(-hashing.capacity, 0, device=device)
+    empty = (offsets < borders[..., :-1].unsqueeze(-1)).unsqueeze(-1)
+    index = pool.sorted_tokens(offsets)
     stored = {
         "bucket_ring_key": _take(pool.key, index).masked_fill(empty, 0.0),
         "bucket_ring_value": _take(pool.value, index).masked_fill(empty, 0.0),
-        "bucket_ring_place": _take(pool.position.unsqueeze(-1), index).masked_fill(empty, -1).squeeze(-1),
+        "bucket_ring_position": _take(pool.position.unsqueeze(-1), index).masked_fill(empty, -1).squeeze(-1),
     }
     if band is not None and band["kv"].requires_grad:
         stored["bucket_ring_constant"] = _take(pool.constant.unsqueeze(-1), index).squeeze(-1)

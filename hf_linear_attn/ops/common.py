@@ -59,7 +59,7 @@ class InPlaceState(dict[str, Tensor]):
         return dict, ({name: tensor.clone() if name in self.memory else tensor for name, tensor in self.items()},)
 
 
-def room_for(tokens: int) -> int:
+def capacity_for(tokens: int) -> int:
     """Return for how many tokens to allocate memory, so that copying it when it is full costs little a token."""
     return tokens + max(tokens // 8, 16)
 

@@ -188,5 +188,5 @@ def _exact_sinks(out: Tensor, call: WindowedCall, ranks: Ranks, position: Tensor
     total = _add_states(gathered, torch.ones(ranks.size, dtype=torch.bool, device=key.device)).total.squeeze(2)
     exact = weighted_mean(total).view(*query.shape[:3], -1)
     here = here & ~twice.unsqueeze(-1)
-    placed = here.to(exact.dtype).transpose(1, 2).unsqueeze(1) @ exact
-    return mask_tokens(out, ~here.any(dim=1)) + placed.to(out.dtype)
+    scattered = here.to(exact.dtype).transpose(1, 2).unsqueeze(1) @ exact
+    return mask_tokens(out, ~here.any(dim=1)) + scattered.to(out.dtype)

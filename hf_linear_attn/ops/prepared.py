@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from . import backends
 from .calls import AttentionInputs
-from .common import ACCELERATE_HOOK, InPlaceState, State, room_for
+from .common import ACCELERATE_HOOK, InPlaceState, State, capacity_for
 from .native import binding
 
 #: The parts of a state that move through memory with each token.
@@ -60,7 +60,7 @@ def prepare_with_exact(
         heads: The linear and the exact key-value heads.
     """
     step = linear.prepared if isinstance(linear, InPlaceState) else None
-    if step is None or not (kernel := step.kernels[0]).place(heads[0]):
+    if step is None or not (kernel := step.kernels[0]).select_heads(heads[0]):
         return {**linear, **exact}
     after = InPlaceState({**linear, **exact})
     after.memory = linear.memory  # type: ignore[attr-defined]
@@ -95,19 +95,19 @@ class _Weights(NamedTuple):
         owned: dict[int, tuple[dict[str, Any], str]] = {}
         for module in modules:
             for entries in (module._parameters, module._buffers):
-                owned |= {x.data_ptr(): (entries, name) for name, x in entries.items() if type(x) in _PLAIN}  # type: ignore[union-attr]
+                owned |= {x.data_ptr(): (entries, name) for name, x in entries.items() if type(x) in _TENSOR_TYPES}  # type: ignore[union-attr]
         addresses = {tensor.data_ptr() for tensor in learned.values()}
         if not addresses <= owned.keys():
             return None
-        places = [owned[address] for address in addresses]
-        tensors = [entries[name] for entries, name in places]
-        found = [
-            (*place, tensor.data_ptr(), tensor.nbytes, tensor.dtype)
-            for place, tensor in zip(places, tensors, strict=True)
+        owners = [owned[address] for address in addresses]
+        tensors = [entries[name] for entries, name in owners]
+        read = [
+            (*owner, tensor.data_ptr(), tensor.nbytes, tensor.dtype)
+            for owner, tensor in zip(owners, tensors, strict=True)
         ]
         holders: list[Mapping[str, Any]] = [part for module in modules for part in (module.__dict__, module._modules)]
         attributes = [(holder, tuple(holder.values())) for holder in holders]
-        return _Weights(found, attributes, [tensor.detach() for tensor in tensors])
+        return _Weights(read, attributes, [tensor.detach() for tensor in tensors])
 
     def unchanged(self) -> bool:
         for entries, name, address, size, dtype in self.entries:
@@ -120,7 +120,7 @@ class _Weights(NamedTuple):
         return True
 
 
-_PLAIN = (Tensor, nn.Parameter)
+_TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
 class KernelStep:
@@ -149,24 +149,24 @@ class KernelStep:
         self.rings: list[tuple[str, Tensor, int]] = []
         self.start = 0
         if filled.window:
-            self.room = room_for(filled.window)
+            self.capacity = capacity_for(filled.window)
             for name in RING:
                 ring = state[name]
-                memory = ring.new_empty(*ring.shape[:2], self.room, ring.shape[3])
+                memory = ring.new_empty(*ring.shape[:2], self.capacity, ring.shape[3])
                 memory[:, :, : filled.window] = ring
                 state.memory[name] = memory
                 self.rings.append((name, memory, ring.shape[3] * ring.itemsize))
-            filled.ring_room = self.room
+            filled.ring_capacity = self.capacity
 
-    def place(self, heads: list[int]) -> bool:
+    def select_heads(self, heads: list[int]) -> bool:
         """Let the kernel read and write these key-value heads among all; return whether it can."""
         filled = self.filled
         if self.kernel == "causal":  # the form for one token, where it applies
             if filled.value_size % binding.lanes() or filled.heads // filled.groups > STEP_REPEATS:
                 return False
             self.kernel, self.function = "causal_step", binding.kernel("causal_step")
-        self.places = torch.tensor(heads, dtype=torch.int64, device="cpu")
-        filled.places = self.places.data_ptr()
+        self.head_index = torch.tensor(heads, dtype=torch.int64, device="cpu")
+        filled.head_index = self.head_index.data_ptr()
         return True
 
     def run(self, tensors: Token, mask: Tensor | None, state: InPlaceState) -> None:
@@ -180,7 +180,7 @@ class KernelStep:
             self.launch()
             return
         start, window = self.start, filled.window
-        after = start + 1 if start + window < self.room else 0
+        after = start + 1 if start + window < self.capacity else 0
         for name, memory, size in self.rings:
             address = memory.data_ptr()
             setattr(filled, name, address + start * size)
@@ -196,7 +196,7 @@ class KernelStep:
 
 
 class ExactStep:
-    """Exact attention of some heads over keys and values that grow in memory with some room.
+    """Exact attention of some heads over keys and values that grow in memory with spare capacity.
 
     Args:
         inputs: A call with a token like those to come.
@@ -209,7 +209,7 @@ class ExactStep:
         repeats, self.length = query.shape[1] // key.shape[1], state["exact_key"].shape[2]
         is_int8 = state["exact_key"].dtype is torch.int8
         self.dtype = torch.int8 if is_int8 else query.dtype
-        self.places = torch.tensor(heads, dtype=torch.int64, device="cpu")
+        self.head_index = torch.tensor(heads, dtype=torch.int64, device="cpu")
         self.products = query.shape[0] * repeats * len(heads) * (key.shape[3] + value.shape[3])
         self.filled = filled = binding.Arguments(
             batch=query.shape[0],
@@ -221,37 +221,37 @@ class ExactStep:
             dtype=binding.DTYPE_NUMBERS[query.dtype],
             int8_rows=is_int8,
             scaling=inputs.scaling,
-            places=self.places.data_ptr(),
+            head_index=self.head_index.data_ptr(),
         )
         self.fields = (filled.query, filled.key, filled.value, filled.out)
         self.function, self.reference = binding.kernel("exact_step"), ctypes.byref(filled)
-        self.room = 0
+        self.capacity = 0
 
     def _grow(self, state: InPlaceState) -> None:
-        """Copy keys, values and the mask into memory with room for more tokens."""
-        self.room = room_for(self.length + 1)
+        """Copy keys, values and the mask into memory with capacity for more tokens."""
+        self.capacity = capacity_for(self.length + 1)
         for name in ("exact_key", "exact_value"):
             tokens = state[name]
-            memory = torch.empty(*tokens.shape[:2], self.room, tokens.shape[3], dtype=self.dtype, device="cpu")
+            memory = torch.empty(*tokens.shape[:2], self.capacity, tokens.shape[3], dtype=self.dtype, device="cpu")
             memory[:, :, : self.length] = tokens
             state.memory[name] = memory
         if "exact_mask" in state:
             batch = self.filled.batch
-            memory = torch.empty(batch, self.room, dtype=torch.bool, device="cpu")
+            memory = torch.empty(batch, self.capacity, dtype=torch.bool, device="cpu")
             memory[:, : self.length] = state["exact_mask"]
             state.memory["exact_mask"] = memory
             self.filled.next_ring_mask = memory.data_ptr()
         self.filled.next_ring_key = state.memory["exact_key"].data_ptr()
         self.filled.next_ring_value = state.memory["exact_value"].data_ptr()
-        self.filled.ring_room = self.room
+        self.filled.ring_capacity = self.capacity
 
     def run(self, tensors: Token, mask: Tensor | None, state: InPlaceState) -> None:
         """Append the token to the keys and values of the state, and compute the output of its query."""
         filled = self.filled
         if mask is not None and "exact_mask" not in state:
             state["exact_mask"] = torch.ones(filled.batch, self.length, dtype=torch.bool, device="cpu")
-            self.room = 0
-        if self.length >= self.room:
+            self.capacity = 0
+        if self.length >= self.capacity:
             self._grow(state)
         _set_token(filled, self.fields, tensors, mask)
         length = filled.keys = self.length + 1
@@ -313,8 +313,8 @@ class PreparedStep:
         return backends.selection() == self.backends and self.weights.unchanged()
 
     def _fits(self, mask: Tensor) -> bool:
-        is_plain = type(mask) is Tensor and mask.is_cpu and mask.dtype is torch.bool
-        return is_plain and mask.dim() == 2 and mask.shape[1] == 1 and mask.shape[0] in (1, self.sizes[0])
+        is_bool_mask = type(mask) is Tensor and mask.is_cpu and mask.dtype is torch.bool
+        return is_bool_mask and mask.dim() == 2 and mask.shape[1] == 1 and mask.shape[0] in (1, self.sizes[0])
 
     def run(self, inputs: AttentionInputs) -> Tensor:
         """Advance the state of a call that matches, and return the output."""

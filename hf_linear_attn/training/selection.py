@@ -118,12 +118,12 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
         with_all = loss_with(everything)
         worth = {layer: loss_with(everything - {layer}) - with_all for layer in weights}
         useful = frozenset(layer for layer, value in worth.items() if value > 0)
-        kept = min((nothing, useful, everything), key=loss_with)
-        losses = {"all open": with_all, "all closed": loss_with(nothing), "kept": loss_with(kept)}
+        opened = min((nothing, useful, everything), key=loss_with)
+        losses = {"all open": with_all, "all closed": loss_with(nothing), "kept": loss_with(opened)}
     for layer, log_mix in weights.items():
-        if layer not in kept:
+        if layer not in opened:
             log_mix.fill_(CLOSED_MIX)
-    rows = [(layer, value, layer in kept) for layer, value in worth.items()]
+    rows = [(layer, value, layer in opened) for layer, value in worth.items()]
     table = pd.DataFrame(rows, columns=["layer", "worth", "kept"])
     return LinearParts(table, losses)
 

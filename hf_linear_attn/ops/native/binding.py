@@ -63,9 +63,9 @@ _TENSOR_FIELDS = (
     *("mask", "state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser", "top"),
     *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
     *("ring_key", "ring_value", "ring_mask", "next_ring_key", "next_ring_value", "next_ring_mask"),
-    *("store_key", "store_value", "store_error", "places"),
+    *("store_key", "store_value", "store_error", "head_index"),
 )
-_LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "store", "ring_room")
+_LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "store", "ring_capacity")
 _SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided", "int8_rows")
 
 
@@ -86,7 +86,7 @@ class Arguments(ctypes.Structure):
 
 
 _SETTINGS = frozenset(
-    ("offset", "sinks", "window", "two_sided", "int8_rows", "scaling", "mix_bound", "saturation", "ring_room")
+    ("offset", "sinks", "window", "two_sided", "int8_rows", "scaling", "mix_bound", "saturation", "ring_capacity")
 )
 _HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_TENSOR_FIELDS)
 #: What a state before a token becomes after it: an output of the former name is both, in one memory.

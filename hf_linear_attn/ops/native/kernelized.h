@@ -39,11 +39,11 @@ struct Call {
   uint8_t* next_ring_mask;
   void *store_key, *store_value;                                                       // [B, G, n, d | e]
   float* store_error;                                                                  // [B, G, n], -1: empty
-  const int64_t* places;                                                               // [G], see below
+  const int64_t* head_index;                                                           // [G], see below
   Map query_map, key_map;
   int64_t mask_batch, batch, heads, groups, length, keys;
   int64_t offset, sinks, store;                                                        // the key that row 0 is; s; n
-  int64_t ring_room;                                                                   // see below
+  int64_t ring_capacity;                                                               // see below
   int32_t size, value_size, dtype, threads;                                            // d, e, ...
   int32_t window, two_sided, int8_rows;                                                // w; whether also distances > -w; below
   float scaling, mix_bound, saturation;                                                // tau, ..., N
@@ -54,9 +54,9 @@ struct Call {
   // whose own rows are exact, too. One token: the first ones of each row, contiguous; the new one is added to them while
   // there are fewer. Its state and ring may lie where the next ones do.
   // With `int8_rows` a step's ring, sinks, store and exact heads are rows of bytes (`Int8`).
-  // A store is read and written. A ring has `ring_room` tokens of memory, so that the next one can begin a token further.
-  // Key-value head g of a step reads and writes the `places[g]`-th one of query, key, value and out. Exact heads have their
-  // keys and values in the memory of a ring of `ring_room` tokens, and `keys` of them with the new one.
+  // A store is read and written. A ring has memory for `ring_capacity` tokens, so that the next one can begin a token further.
+  // Key-value head g of a step reads and writes head `head_index[g]` of query, key, value and out. Exact heads have their
+  // keys and values in the memory of a ring of `ring_capacity` tokens, and `keys` of them with the new one.
 
   int x_row() const { return padded(size); }
   int e_row() const { return padded(value_size); }
@@ -65,10 +65,10 @@ struct Call {
   long num_features() const { return (long)key_map.parts * key_map.width; }
   const uint8_t* mask_of(long b) const { return mask ? mask + b * mask_batch : nullptr; }
 
-  // Tensors of one token in which key-value head g, or `repeats` query heads of it, lies at its place.
+  // A tensor of one token whose g-th head, or `repeats` query heads of it, is that of `head_index`.
   template <typename T>
-  Strided placed(Strided tensor, long g, long repeats) const {
-    if (places) tensor.data = static_cast<T*>(tensor.data) + (places[g] - g) * repeats * tensor.head;
+  Strided select_head(Strided tensor, long g, long repeats) const {
+    if (head_index) tensor.data = static_cast<T*>(tensor.data) + (head_index[g] - g) * repeats * tensor.head;
     return tensor;
   }
 };

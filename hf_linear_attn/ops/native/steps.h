@@ -80,7 +80,7 @@ constexpr long STEP_HEADS = 8;
 template <typename T>
 static int causal_step(const Call& c) {
   const int e = c.value_size, m_row = c.m_row();
-  const long repeats = c.repeats(), heads_per_task = c.places ? 1 : std::max<long>(1, std::min(STEP_HEADS, BLOCK / repeats));
+  const long repeats = c.repeats(), heads_per_task = c.head_index ? 1 : std::max<long>(1, std::min(STEP_HEADS, BLOCK / repeats));
   const long parts = (c.groups + heads_per_task - 1) / heads_per_task;
   return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
     FeatureBlock keys(c.key_map, workspace, (int)heads_per_task);
@@ -90,13 +90,13 @@ static int causal_step(const Call& c) {
 #pragma omp for schedule(static)
     for (long task = 0; task < c.batch * parts; ++task) {
       const long b = task / parts, first = task % parts * heads_per_task, last = std::min(first + heads_per_task, c.groups);
-      keys.read_heads<T>(c.placed<T>(c.key, first, 1), b, first, (int)(last - first), c.mask_of(b));
-      queries.read_heads<T>(c.placed<T>(c.query, first, repeats), b, first * repeats, (int)((last - first) * repeats), nullptr);
+      keys.read_heads<T>(c.select_head<T>(c.key, first, 1), b, first, (int)(last - first), c.mask_of(b));
+      queries.read_heads<T>(c.select_head<T>(c.query, first, repeats), b, first * repeats, (int)((last - first) * repeats), nullptr);
       for (long g = first; g < last; ++g) {
         const long stream = b * c.groups + g;
         float *phi_k = keys.features + (g - first) * m_row, decay = 1.0f;
-        const Strided out_rows = c.placed<T>(c.out, g, repeats);
-        read_rows<T>(c.placed<T>(c.value, g, 1), b, g, 0, 1, e, c.mask_of(b), value, e);
+        const Strided out_rows = c.select_head<T>(c.out, g, repeats);
+        read_rows<T>(c.select_head<T>(c.value, g, 1), b, g, 0, 1, e, c.mask_of(b), value, e);
         if (keys.map->scaled()) {
           const float previous = c.state_scale[stream], own = keys.scale[g - first], top = own > previous ? own : previous;
           decay = rescale_factor(previous, top);
@@ -192,7 +192,7 @@ static float log_mixing_weight(const Call& c, long b, long h, const float* x, in
 // The key or the value of the token of key-value head g.
 template <typename T>
 static const T* token_of(const Call& c, const Strided& tensor, long b, long g) {
-  return static_cast<const T*>(c.placed<T>(tensor, g, 1).data) + b * tensor.batch + g * tensor.head;
+  return static_cast<const T*>(c.select_head<T>(tensor, g, 1).data) + b * tensor.batch + g * tensor.head;
 }
 
 // With a state in type S.
@@ -212,11 +212,11 @@ static int windowed_step(const Call& c) {
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
       const uint8_t *valid = c.ring_mask + b * w, *next_valid = valid + 1;  // of the new ring, but for its last token
-      const S* ring_key = static_cast<const S*>(c.ring_key) + stream * c.ring_room * key_size;
-      const S* ring_value = static_cast<const S*>(c.ring_value) + stream * c.ring_room * value_size;
-      S* new_key = static_cast<S*>(c.next_ring_key) + stream * c.ring_room * key_size;
-      S* new_value = static_cast<S*>(c.next_ring_value) + stream * c.ring_room * value_size;
-      const Strided query_rows = c.placed<T>(c.query, g, c.repeats()), out_rows = c.placed<T>(c.out, g, c.repeats());
+      const S* ring_key = static_cast<const S*>(c.ring_key) + stream * c.ring_capacity * key_size;
+      const S* ring_value = static_cast<const S*>(c.ring_value) + stream * c.ring_capacity * value_size;
+      S* new_key = static_cast<S*>(c.next_ring_key) + stream * c.ring_capacity * key_size;
+      S* new_value = static_cast<S*>(c.next_ring_value) + stream * c.ring_capacity * value_size;
+      const Strided query_rows = c.select_head<T>(c.query, g, c.repeats()), out_rows = c.select_head<T>(c.out, g, c.repeats());
       if (c.mask && !*c.mask_of(b)) {
         const std::vector<float> zeros(e_row);
         for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) write_rows<T>(out_rows, b, h, 0, 1, e, zeros.data(), e_row);
@@ -316,7 +316,7 @@ static int windowed_step(const Call& c) {
 }
 
 // One token of exact attention, whose key and value are appended to those of the tokens before it. `ring_mask`
-// [B, ring_room], where there is one, says which of these are tokens; `mask` says so of the new one.
+// [B, ring_capacity], where there is one, says which of these are tokens; `mask` says so of the new one.
 template <typename T, typename S>
 static int exact_step(const Call& c) {
   const int d = c.size, e = c.value_size, x_row = c.x_row(), e_row = c.e_row(), repeats = (int)c.repeats();
@@ -331,8 +331,8 @@ static int exact_step(const Call& c) {
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
       const int key_size = stored_size<S>(d), value_size = stored_size<S>(e);
-      S* keys = static_cast<S*>(c.next_ring_key) + stream * c.ring_room * key_size;
-      S* values = static_cast<S*>(c.next_ring_value) + stream * c.ring_room * value_size;
+      S* keys = static_cast<S*>(c.next_ring_key) + stream * c.ring_capacity * key_size;
+      S* values = static_cast<S*>(c.next_ring_value) + stream * c.ring_capacity * value_size;
       // Padding may hold anything, NaN too.
       const bool real = !c.mask || *c.mask_of(b);
       const T *token_key = token_of<T>(c, c.key, b, g), *token_value = token_of<T>(c, c.value, b, g);
@@ -356,9 +356,9 @@ static int exact_step(const Call& c) {
         read_rows<T>(stored_rows(token, size), 0, 0, 0, real, size, nullptr, block, to_row);
         function(static_cast<const float*>(block), to_row, n - 1, real);
       };
-      const uint8_t* valid = c.next_ring_mask ? c.next_ring_mask + b * c.ring_room : nullptr;
+      const uint8_t* valid = c.next_ring_mask ? c.next_ring_mask + b * c.ring_capacity : nullptr;
       for (int r = 0; r < repeats; ++r)
-        read_rows<T>(c.placed<T>(c.query, g, repeats), b, g * repeats + r, 0, 1, d, c.mask_of(b), x + r * x_row, x_row);
+        read_rows<T>(c.select_head<T>(c.query, g, repeats), b, g * repeats + r, 0, 1, d, c.mask_of(b), x + r * x_row, x_row);
       for (int r = 0; r < repeats; ++r) std::fill_n(weights + r * row, n, -INFINITY);
       for_blocks(keys, d, token_key, x_row, [&](const auto* near, long near_row, long start, int count) {
         for (int t = 0; t < count; ++t, near += near_row)
@@ -383,10 +383,10 @@ static int exact_step(const Call& c) {
         multiply_floats(repeats, e_row, count, weights + start, row, 1, numbers_of(near), near_row, out, e_row, true);
       });
       for (int r = 0; r < repeats; ++r)
-        divide_rows<T>(c, c.placed<T>(c.out, g, repeats), b, g * repeats + r, 0, 1, out + r * e_row, totals + r);
+        divide_rows<T>(c, c.select_head<T>(c.out, g, repeats), b, g * repeats + r, 0, 1, out + r * e_row, totals + r);
     }
 #pragma omp single
-    for (long b = 0; c.next_ring_mask && b < c.batch; ++b) c.next_ring_mask[b * c.ring_room + n - 1] = !c.mask || *c.mask_of(b);
+    for (long b = 0; c.next_ring_mask && b < c.batch; ++b) c.next_ring_mask[b * c.ring_capacity + n - 1] = !c.mask || *c.mask_of(b);
   });
 }
 

@@ -157,10 +157,10 @@ struct Band {
     for (float* matrix : {sink_key, sink_key_gradient}) memset(matrix, 0, (size_t)sinks * x_row * sizeof(float));
     for (float* matrix : {sink_value, sink_value_gradient}) memset(matrix, 0, (size_t)sinks * e_row * sizeof(float));
     for (int j = 0; j < num_sinks; ++j) {
-      const bool given = c.sink_key.data;  // else they are tokens of the sequence
-      const long at = given ? j : s.sinks[j];
-      read_rows<T>(given ? c.sink_key : c.key, s.b, s.g, at, 1, c.size, nullptr, sink_key + j * x_row, x_row);
-      read_rows<T>(given ? c.sink_value : c.value, s.b, s.g, at, 1, c.value_size, nullptr, sink_value + j * e_row, e_row);
+      const bool separate = c.sink_key.data;  // else they are tokens of the sequence
+      const long at = separate ? j : s.sinks[j];
+      read_rows<T>(separate ? c.sink_key : c.key, s.b, s.g, at, 1, c.size, nullptr, sink_key + j * x_row, x_row);
+      read_rows<T>(separate ? c.sink_value : c.value, s.b, s.g, at, 1, c.value_size, nullptr, sink_value + j * e_row, e_row);
     }
     transpose(sinks, x_row, sink_key, x_row, sink_key_t, sinks);
     transpose(sinks, e_row, sink_value, e_row, sink_value_t, sinks);

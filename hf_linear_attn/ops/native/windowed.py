@@ -98,7 +98,7 @@ def is_kernel_step(call: WindowedCall, state: State) -> bool:
 
 
 def _step(call: WindowedCall, state: State, learned: Tensors, numbers: Numbers) -> tuple[Tensor, State]:
-    numbers |= {"ring_room": call.window, "int8_rows": call.cache_dtype is torch.int8}
+    numbers |= {"ring_capacity": call.window, "int8_rows": call.cache_dtype is torch.int8}
     inputs = {**learned, "query": call.query, "key": call.key, "value": call.value}
     if call.mask is not None:
         inputs["mask"] = call.mask
