@@ -32,9 +32,9 @@ def _no_trace_log(monkeypatch):
 @pytest.fixture
 def checkpoint(tmp_path):
     def make(architecture, name, **config):
-        plain = save_checkpoint(tmp_path / "plain", architecture, **{"num_hidden_layers": 1, **config})
+        exact = save_checkpoint(tmp_path / "exact", architecture, **{"num_hidden_layers": 1, **config})
         options = ["--options.window_size", "4"] if name == "window" else []
-        assert main(["patch", str(plain), str(tmp_path / "patched"), "--attention", name, *options]) == 0
+        assert main(["patch", str(exact), str(tmp_path / "patched"), "--attention", name, *options]) == 0
         return tmp_path / "patched"
 
     return make
@@ -131,6 +131,6 @@ def test_what_cannot_be_exported(checkpoint, tmp_path, capsys):
     folder = checkpoint("gpt2", "gated-delta")
     assert main(["export", str(folder), str(out), "--format", "torch"]) == 1
     assert "cannot be exported with a free length" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "plain"), str(out)]) == 1
+    assert main(["export", str(tmp_path / "exact"), str(out)]) == 1
     assert "has no linear attention" in capsys.readouterr().err
     assert not out.exists()

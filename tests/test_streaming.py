@@ -55,8 +55,8 @@ def test_wrapped_positions_are_tiled_ones(name):
 @pytest.mark.parametrize("family", DECODERS, ids=str)
 def test_positions_that_wrap_after_a_period(family):
     model, tokens = patched("hedgehog", family), stream(60)
-    places = (torch.arange(60) % 20)[None]
-    whole = logits(model, torch.tensor([tokens]), position_ids=places, attention_mask=torch.ones(1, 60))
+    position_ids = (torch.arange(60) % 20)[None]
+    whole = logits(model, torch.tensor([tokens]), position_ids=position_ids, attention_mask=torch.ones(1, 60))
     assert_close(read(model, tokens, chunk_length=7, positions="wrap", period=20), whole)
 
 

@@ -54,9 +54,9 @@ def content(split):
 def test_formats(suffix, packed, tmp_path):
     path = tmp_path / f"some.{suffix}{packed}"
     if suffix == "parquet":
-        plain = tmp_path / "some.parquet"
-        datasets.Dataset.from_dict(ROWS).to_parquet(plain)
-        path.write_bytes({"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[packed](plain.read_bytes()))
+        parquet = tmp_path / "some.parquet"
+        datasets.Dataset.from_dict(ROWS).to_parquet(parquet)
+        path.write_bytes({"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[packed](parquet.read_bytes()))
     else:
         write(tmp_path, {path.name: FILES[suffix]})
     loaded = load_source(str(path))

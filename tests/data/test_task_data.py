@@ -96,12 +96,12 @@ def test_own_labelled_data_are_a_task(tmp_path):
 
 def test_the_end_of_a_running_text_is_held_out(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
-    words = [str(index) for index in range(1000)]
-    (tmp_path / "book.txt").write_text("\n\n" + " ".join(words) + "\n\nend")
+    numbers = [str(index) for index in range(1000)]
+    (tmp_path / "book.txt").write_text("\n\n" + " ".join(numbers) + "\n\nend")
     splits = load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), validation_size=0.25), ("text",))
     train, validation = splits["train"]["text"][0].split(), splits["validation"]["text"][0].split()
-    assert [*train, *validation] == [*words, "end"]
-    assert len(" ".join(validation)) / len(" ".join(words)) == pytest.approx(0.25, abs=0.01)
+    assert [*train, *validation] == [*numbers, "end"]
+    assert len(" ".join(validation)) / len(" ".join(numbers)) == pytest.approx(0.25, abs=0.01)
 
 
 def test_text_of_any_source(tmp_path):

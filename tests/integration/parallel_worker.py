@@ -56,9 +56,9 @@ def assert_close(actual: Tensor, expected: Tensor, factor: float = 1.0, label: s
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    return found
+    return grads
 
 
 def slices_equal_the_whole(architecture: str, name: str, **options: Any) -> None:
@@ -110,19 +110,19 @@ def bytes_sent(model: PreTrainedModel, length: int, backward: bool = False) -> i
 
 def communication_does_not_grow() -> None:
     layers, groups, head, features = 2, 2, 8, 256
-    sums = groups * features * (head + 1)
+    state_size = groups * features * (head + 1)
     causal, bidirectional = (build(architecture, "hedgehog") for architecture in ("llama", "bert"))
     options = {"window_size": 4, "sink_tokens": 2}
     decoder, encoder = (build(architecture, "window", **options) for architecture in ("llama", "bert"))
     for length in (32, 96):
-        assert bytes_sent(causal, length) == 4 * layers * BATCH * sums
-        assert bytes_sent(bidirectional, length) == 4 * layers * BATCH * 2 * sums  # of 4 heads
+        assert bytes_sent(causal, length) == 4 * layers * BATCH * state_size
+        assert bytes_sent(bidirectional, length) == 4 * layers * BATCH * 2 * state_size  # of 4 heads
         edges = 4 + 2  # of a window and sinks
         codes = groups * 128 * (head + 1)  # outside of the window of a decoder
         sent = 4 * (codes + groups * edges * 2 * head) + 8 * (2 + 2 * edges)
         assert bytes_sent(decoder, length) == layers * BATCH * sent
         edges, rows = 2 * (3 + 2), 4 * 2 * 2  # borders and sinks of both ends; queries of sinks in 4 heads
-        sent = 4 * (2 * sums + 4 * edges * 2 * head + rows * (head + head + 2)) + 8 * (2 + 2 * edges)
+        sent = 4 * (2 * state_size + 4 * edges * 2 * head + rows * (head + head + 2)) + 8 * (2 + 2 * edges)
         assert bytes_sent(encoder, length) == layers * BATCH * sent
 
 

@@ -123,9 +123,9 @@ def test_weights_come_back_where_a_call_fails():
 def test_dispatched_over_devices_and_disk(name, tmp_path):
     model = patched(name, LLAMA)
     expected = logits(model, token_ids())
-    places = {"model": "disk", "lm_head": "cpu"}
+    devices = {"model": "disk", "lm_head": "cpu"}
     spread = dispatch_model(
-        copy.deepcopy(model), places, main_device="cpu", offload_dir=str(tmp_path), offload_buffers=True
+        copy.deepcopy(model), devices, main_device="cpu", offload_dir=str(tmp_path), offload_buffers=True
     )
     assert torch.equal(logits(spread, token_ids()), expected)
 
@@ -134,9 +134,9 @@ def test_dispatched_over_devices_and_disk(name, tmp_path):
 def test_loaded_with_a_device_map(name, tmp_path):
     model = patched(name, LLAMA)
     model.save_pretrained(tmp_path / "model")
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    for device_map in ("cpu", places):
+    devices = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    devices |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    for device_map in ("cpu", devices):
         folder = {"offload_folder": str(tmp_path / "away"), "offload_buffers": True}
         loaded = hla.load_pretrained(str(tmp_path / "model"), device_map=device_map, **folder)
         assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))

@@ -49,11 +49,13 @@ def test_beside_a_mask_positions_are_positions(family):
 def test_a_decoder_without_a_cache_splits_at_every_jump():
     """Transformers' own rule, there."""
     model = patched("hedgehog", LLAMA)
-    ids, places = token_ids(1, 9), torch.tensor([[3, 4, 5, 0, 1, 2, 3, 7, 8]])
-    out = logits(model, ids, position_ids=places, use_cache=False)
-    parts = [logits(model, ids[:, part], position_ids=places[:, part]) for part in (slice(3), slice(3, 7), slice(7, 9))]
+    ids, position_ids = token_ids(1, 9), torch.tensor([[3, 4, 5, 0, 1, 2, 3, 7, 8]])
+    out = logits(model, ids, position_ids=position_ids, use_cache=False)
+    parts = [
+        logits(model, ids[:, part], position_ids=position_ids[:, part]) for part in (slice(3), slice(3, 7), slice(7, 9))
+    ]
     assert_close(out, torch.cat(parts, 1))
-    sizes = calls_of(model, lambda: logits(model, ids, position_ids=places))
+    sizes = calls_of(model, lambda: logits(model, ids, position_ids=position_ids))
     assert sizes == [(1, 9)] * 2  # with a cache they are positions
 
 
@@ -183,10 +185,10 @@ def test_positions_that_wrap_go_on_from_a_cache():
     """Only runs that all begin alike are documents: a stream may count its positions anew."""
     model, ids = patched("hedgehog", LLAMA), token_ids(1, 8)
     mask = torch.ones(1, 8)
-    places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
     cache = DynamicCache()
     parts = [
-        logits(model, ids[:, part], position_ids=places[:, part], past_key_values=cache)
+        logits(model, ids[:, part], position_ids=position_ids[:, part], past_key_values=cache)
         for part in (slice(3), slice(3, 8))
     ]
-    assert_close(torch.cat(parts, 1), logits(model, ids, position_ids=places, attention_mask=mask))
+    assert_close(torch.cat(parts, 1), logits(model, ids, position_ids=position_ids, attention_mask=mask))

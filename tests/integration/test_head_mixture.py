@@ -118,8 +118,8 @@ def test_a_model_that_changes_its_precision_goes_on_from_its_cache(
 )
 def test_generate(family: Family, settings: dict[str, Any]) -> None:
     model, ids = mixed(family), token_ids(2, 9)
-    plain = {key: value for key, value in settings.items() if key.startswith("num_")}
-    expected = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False, **plain)
+    options = {key: value for key, value in settings.items() if key.startswith("num_")}
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False, **options)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, **settings), expected)
 
 

@@ -73,15 +73,15 @@ def test_rows_of_several_documents(family):
     ids = torch.stack(
         [torch.cat(documents(rows[0]), 1)[0], torch.cat([*documents(rows[1]), token_ids(1, filling)], 1)[0]]
     )
-    places = torch.cat([positions(rows[0]), positions((*rows[1], filling))])
-    out = logits(model, ids, position_ids=places)
+    position_ids = torch.cat([positions(rows[0]), positions((*rows[1], filling))])
+    out = logits(model, ids, position_ids=position_ids)
     assert_close(out[:1], unpacked_logits(model, rows[0]))
     assert_close(out[1:, :26], unpacked_logits(model, rows[1]))
     edges = torch.tensor([0, 7, 16, 30, 50, 56, 60], dtype=torch.int32)
-    assert_close(logits(model, ids, position_ids=places, cu_seq_lens_q=edges), out)
+    assert_close(logits(model, ids, position_ids=position_ids, cu_seq_lens_q=edges), out)
     padding = torch.ones(2, 30, dtype=torch.long)
     padding[1, 26:] = 0
-    masked = logits(model, ids, position_ids=places, cu_seq_lens_q=edges, attention_mask=padding)
+    masked = logits(model, ids, position_ids=position_ids, cu_seq_lens_q=edges, attention_mask=padding)
     assert_close(masked[padding.bool()], out[padding.bool()])
 
 
@@ -89,12 +89,12 @@ def test_rows_of_several_documents(family):
 def test_documents_of_padded_rows(family):
     """Boundaries beside a padding mask: tokens that are no real ones belong to no document."""
     model = patched("window", family)
-    ids, places = torch.cat(documents((6, 8)), 1), positions((6, 8))
+    ids, position_ids = torch.cat(documents((6, 8)), 1), positions((6, 8))
     wider = torch.cat([torch.zeros(1, 2, dtype=torch.long), ids], 1)
-    places_wider = torch.cat([torch.zeros(1, 2, dtype=torch.long), places], 1)
+    wider_ids = torch.cat([torch.zeros(1, 2, dtype=torch.long), position_ids], 1)
     mask = torch.tensor([[0, 0, *[1] * 14]])
     edges = torch.tensor([0, 8, 16])
-    out = logits(model, wider, position_ids=places_wider, attention_mask=mask, cu_seq_lens_q=edges)
+    out = logits(model, wider, position_ids=wider_ids, attention_mask=mask, cu_seq_lens_q=edges)
     assert_close(out[:, 2:], unpacked_logits(model, (6, 8)))
 
 

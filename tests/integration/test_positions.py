@@ -356,8 +356,8 @@ def test_the_present_length_is_nothing_to_do():
 
 
 def test_encoder_and_decoder_of_different_lengths():
-    sides = (tiny_config("bert", max_position_embeddings=30), tiny_config("bert", max_position_embeddings=80))
-    model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*sides)).eval()
+    configs = (tiny_config("bert", max_position_embeddings=30), tiny_config("bert", max_position_embeddings=80))
+    model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*configs)).eval()
     limits = lambda: [table.limit for table in find_tables(model)]  # noqa: E731
     hla.extend_positions(model, 50)
     assert limits() == [50, 80]

@@ -27,9 +27,9 @@ def encoder(tmp_path):
 
     (tmp_path / "vocab.txt").write_text("\n".join(TOKENS), encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 32}), encoding="utf-8")
-    BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=32).save_pretrained(tmp_path / "plain")
-    tiny_model("bert", BertModel).save_pretrained(tmp_path / "plain")
-    return sentence_transformers.SentenceTransformer(str(tmp_path / "plain"), device="cpu")
+    BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=32).save_pretrained(tmp_path / "exact")
+    tiny_model("bert", BertModel).save_pretrained(tmp_path / "exact")
+    return sentence_transformers.SentenceTransformer(str(tmp_path / "exact"), device="cpu")
 
 
 def patch(encoder, name):
@@ -82,10 +82,10 @@ def test_longer_positions_come_with_the_line_that_uses_them(encoder, caplog):
     limit = encoder[0].auto_model.config.max_position_embeddings
     hla.patch_model(encoder[0].auto_model, "hedgehog", max_length=4 * limit)
     assert f"set encoder.max_seq_length = {4 * limit}." in caplog.text
-    words = " ".join(["cat"] * 3 * limit)
-    short = encoder.encode(words)
+    text = " ".join(["cat"] * 3 * limit)
+    short = encoder.encode(text)
     encoder.max_seq_length = 4 * limit
-    assert not np.array_equal(encoder.encode(words), short)
+    assert not np.array_equal(encoder.encode(text), short)
 
 
 def test_unpatching_restores_the_embeddings(encoder):

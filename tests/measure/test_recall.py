@@ -84,7 +84,7 @@ class Oracle(nn.Module):
         return ", ".join(value for name in names for value in re.findall(rf" for {name} is: ([\w-]+)", text))
 
 
-class Words(Characters):
+class WordTokenizer(Characters):
     """A tokenizer with a token for each word, by its hash."""
 
     def __len__(self) -> int:
@@ -196,9 +196,9 @@ def test_questions_about_one_text_share_a_pass_over_it(attention: str | None) ->
 
 def test_a_sentence_is_found_in_the_document_that_holds_it() -> None:
     options: dict[str, Any] = {"lengths": (64,), "trials": 16}
-    everything = measure_recall(WordCounts(64), Words(), depths=(0.0, 1.0), **options)
+    everything = measure_recall(WordCounts(64), WordTokenizer(), depths=(0.0, 1.0), **options)
     assert everything.table["correct"].mean() > 0.8
-    table = measure_recall(WordCounts(20), Words(), depths=(0.0, 1.0), **options).table
+    table = measure_recall(WordCounts(20), WordTokenizer(), depths=(0.0, 1.0), **options).table
     share = table.groupby("depth")["correct"].mean()
     assert share[0.0] > 0.8
     assert share[1.0] < 0.4

@@ -50,8 +50,8 @@ def test_unknown_options_are_errors(tmp_path: Path) -> None:
 def test_glue(tmp_path: Path) -> None:
     model, data = save_encoder(tmp_path / "encoder"), tmp_path / "rte"
     data.mkdir()
-    words = [*TOKENS[24:40]]
-    rows = [f"{k}\t{' '.join(words[k % 8 :])}\t{words[k % 5]}\t{('not_', '')[k % 2]}entailment" for k in range(24)]
+    tokens = [*TOKENS[24:40]]
+    rows = [f"{k}\t{' '.join(tokens[k % 8 :])}\t{tokens[k % 5]}\t{('not_', '')[k % 2]}entailment" for k in range(24)]
     for name in ("train", "dev"):
         (data / f"{name}.tsv").write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *rows]), encoding="utf-8")
     config = short_config(tmp_path / "glue.yaml", "glue", data={"max_length": 32}, bf16=False, device="cpu")

@@ -37,14 +37,14 @@ def test_dropped_keys_are_a_mask_on_exact_attention(context_ids: list[int], shar
     more = [5, 9, 11, 20]
     logits = rivals.Reader(model, pressed).read(more)
     # The same by a mask: the later queries see the sinks and the last keys of the context, and themselves causally.
-    kept = int(share * COUNT)
+    count = int(share * COUNT)
     mask = torch.ones(COUNT + len(more), COUNT + len(more), dtype=torch.bool).tril()
-    mask[COUNT:, rivals.SINKS : COUNT - (kept - rivals.SINKS)] = False
+    mask[COUNT:, rivals.SINKS : COUNT - (count - rivals.SINKS)] = False
     with torch.inference_mode():
         ids = torch.tensor([[*context_ids, *more]])
         expected = model(input_ids=ids, attention_mask=mask[None, None]).logits[0, COUNT:]
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
-    assert pressed.bytes == kept * context.bytes // COUNT
+    assert pressed.bytes == count * context.bytes // COUNT
     assert context.cache.get_seq_length() == COUNT  # the context itself is unchanged
 
 

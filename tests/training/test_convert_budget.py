@@ -34,8 +34,8 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
     assert "distilled" in stages
     assert "transfer" not in stages
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))
-    kept = [layer.state_bytes for layer in hla.patch_report(model).layers]
-    assert kept
+    layers_bytes = [layer.state_bytes for layer in hla.patch_report(model).layers]
+    assert layers_bytes
     if "cache" in budget:
         # Counted in the cache itself, after as many tokens as the budget says.
         layers, width = model.config.n_layer, model.config.n_embd
@@ -51,8 +51,8 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
 @pytest.mark.parametrize("row_length", [256, 160])
 def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Path, tmp_path: Path) -> None:
     """A model of random weights that is taken for one that answers, by a score that is replaced."""
-    words = [" ".join(["alpha", "beta", "gamma"] * 60)] * 20
-    (tmp_path / "text.txt").write_text("\n\n".join(words))
+    paragraphs = [" ".join(["alpha", "beta", "gamma"] * 60)] * 20
+    (tmp_path / "text.txt").write_text("\n\n".join(paragraphs))
     save_checkpoint(tmp_path / "decoder", "llama", max_position_embeddings=512)
     data = DataConfig(dataset=str(tmp_path / "text.txt"), max_length=row_length)
     options: dict[str, Any] = {"model": str(tmp_path / "decoder"), "data": data, "speed": TimingConfig(())}

@@ -41,7 +41,7 @@ def test_a_stage_shows_rows_and_time_left() -> None:
 
 
 def test_rows_are_counted_in_batches() -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     batches = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}]
-    assert list(report_batches(batches, lambda done, total: told.append((done, total)))) == batches
-    assert told == [(0, 5), (3, 5)]
+    assert list(report_batches(batches, lambda done, total: reports.append((done, total)))) == batches
+    assert reports == [(0, 5), (3, 5)]
