@@ -4,10 +4,10 @@ import copy
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -15,18 +15,21 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import LinearAttentionConfig
+from ..config import DEFAULT_ATTENTION, LinearAttentionConfig
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
 from ..data.text import packed_rows, standard_library_documents
+from ..feature_maps.base import AttentionShape
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
-from ..integration.discovery import longest_input
+from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..measure.inputs import possible_lengths
 from ..measure.recall import measure_recall
 from ..measure.speed import measure_passes
 from ..measure.values import Values
+from ..mechanisms.window import WindowAttention, WindowOptions
 from ..patching import is_patched, patch_model, patch_report
+from ..registry import ATTENTIONS, build_options
 from ..training import models
 from ..training.calibration import CALIBRATION_TOKENS, calibrate, leading_batches
 from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
@@ -38,8 +41,8 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
-from .budget import Budget, Choice, choose
 from .card import exactness, model_card, recall_table, results_table, speed_table
+from .plan_result import Budget
 from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
@@ -59,6 +62,13 @@ SEARCH_SHARE = 0.2
 
 #: What is asked of a model that is converted for a budget, and the texts it is asked about, at three depths each.
 RECALL_TASK, RECALL_TRIALS = "niah_multikey_1", 16
+
+#: Widths of windows that are considered, and shares of exact heads for a budget of quality.
+WINDOWS, SHARES = (64, 128, 256, 384, 512, 768, 1024), (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)
+
+#: Share of the allowed cache that windows and sums may take: with a fifth of SmolLM2's heads exact and windows of 384
+#: tokens, a quarter of its cache at 8,192 tokens, they take 0.2 of it.
+WINDOW_SHARE = 0.2
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -270,6 +280,87 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
         heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
         run.say(f"Exact heads by layer: {heads}")
     return LinearAttentionConfig.parse(run.state["exact_heads"]["plan"]).with_default("seed", config.seed)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The share of the key-value heads that stay exact, the windows of all others in tokens, and why."""
+
+    share: float
+    window: int
+    reason: str
+
+
+def choose(
+    budget: Budget,
+    model: PreTrainedModel,
+    longest: int,
+    measure: Callable[[float, int], float | None],
+    options: Mapping[str, Any] | None = None,
+) -> Choice:
+    """Choose exact heads and windows for a budget.
+
+    A budget of cache is met by arithmetic: the widest windows that take `WINDOW_SHARE` of it, and as many exact heads
+    as the rest holds. For the others the shares of `SHARES` are measured in turn, with windows of a quarter of the
+    rows and before any training: for a budget of quality from none on until the damage is within it, for one of speed
+    from the largest share down until the model is fast enough.
+
+    Args:
+        budget: Of cache, of speed, or of lost perplexity, nats or recall.
+        model: The exact decoder.
+        longest: Tokens of the longest training row.
+        measure: Returns the damage of a share and a window in the budget's unit, or its speed relative to the exact
+            model; None where it is undefined.
+        options: Options of the windows, beside their width.
+
+    Raises:
+        ValueError: The budget is of another kind, cannot be measured, or no choice meets it.
+    """
+    if budget.cost == "cache" and budget.length is not None:
+        window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
+        return _by_cache(model, budget.limit / 100, budget.length, window_options)
+    unit = budget.unit
+    if unit is not None and unit.measurement not in ("perplexity", "recall"):
+        remedy = "Give a budget such as '25% cache at 8192', '2x at 4096', '2% perplexity' or '90% recall at 2048'."
+        raise ValueError(f"The budget {budget.text!r} is not for a language model. {remedy}")
+    window = max([width for width in WINDOWS if 4 * width <= longest], default=WINDOWS[0])
+    tried = []
+    for share in SHARES if unit is not None else reversed(SHARES):
+        value = measure(share, window)
+        if value is None:
+            raise ValueError(f"The budget {budget.text!r} cannot be measured: the exact model recalls nothing there.")
+        tried.append(f"{f'{value:.2f}x' if unit is None else unit.format(value)} with {share:.0%} exact heads")
+        if value >= budget.limit if unit is None else value <= budget.limit:
+            return Choice(share, window, f"untrained, the first choice within {budget.text}: {', '.join(tried)}")
+    raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. Allow more, or use plan.")
+
+
+def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions) -> Choice:
+    """Choose by the bytes of caches and states after `length` tokens in float32, relative to exact attention.
+
+    Exact heads count as in float32 also where the option `cache_dtype` is int8: a layer of nothing else ignores it.
+    Layers that see a sliding window only keep their caches, and do not count.
+    """
+    layers = [(index, layer) for index, layer in enumerate(self_attention(model)) if layer.span == "full"]
+    # The index of a layer changes no size.
+    shapes = [replace(attention_shape(layer, index, None), layer_index=0) for index, layer in layers]
+    whole = length * sum(shape.token_bytes for shape in shapes)
+
+    @cache
+    def state_bytes(shape: AttentionShape, width: int) -> int:
+        return WindowAttention(shape, replace(options, window_size=width)).state_bytes()
+
+    states = {width: sum(state_bytes(shape, width) for shape in shapes) / whole for width in WINDOWS}
+    fitting = [width for width, share in states.items() if share <= limit]
+    if not fitting:
+        least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
+        raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
+    window = max([width for width in fitting if states[width] <= WINDOW_SHARE * limit], default=fitting[0])
+    # As many heads as fit are exact: of share s they and the others take s + (1 - s) state <= limit.
+    heads, state = sum(shape.num_key_value_heads for shape in shapes), states[window]
+    share = min(int(heads * (limit - state) / (1 - state)), heads - 1) / heads
+    reason = f"{share + (1 - share) * state:.1%} of the cache at {length:,} tokens"
+    return Choice(share, window, f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads take {reason}")
 
 
 def _choice(run: Run, teacher: PreTrainedModel, heads: ExactHeads) -> Choice:

@@ -14,9 +14,8 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.measure import quality as quality_metrics
 from hf_linear_attn.measure.quality import measure_perplexity, perplexity_metric
-from hf_linear_attn.study.budget import DAMAGE_UNITS, Budget
-from hf_linear_attn.study.layer_search import LayerSearch
-from hf_linear_attn.study.plan_result import PlanResult, format_divergence
+from hf_linear_attn.study.plan import LayerSearch
+from hf_linear_attn.study.plan_result import DAMAGE_UNITS, Budget, PlanResult, format_divergence
 from hf_linear_attn.study.study import Conditions, open_study
 from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.training.head_search import ExactHeads
@@ -264,7 +263,7 @@ def test_a_speed_that_varies_more_than_it_differs_is_not_stated(search: Any, mon
         speedup = {"metric": "seconds", "value": 1.0, "speedup": 1.1, "speedup_p20": 0.8, "speedup_p80": 1.6}
         return {name: [speedup] for name in models}
 
-    monkeypatch.setattr("hf_linear_attn.study.layer_search.measure_passes", passes)
+    monkeypatch.setattr("hf_linear_attn.study.plan.measure_passes", passes)
     result = search("0.2 nats", lengths=(16,))
     assert set(result.formatted_table()["speed at 16"][1:]) == {"not measurable"}
     assert [row.unsure for row in result.curve] == [[], ["16"], ["16"], ["16"]]

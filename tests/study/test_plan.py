@@ -23,7 +23,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.data.text import hold_out
 from hf_linear_attn.measure.quality import Assessment, assess
-from hf_linear_attn.study import layer_search, settings
+from hf_linear_attn.study import settings
 from hf_linear_attn.study.inputs import split_halves
 from hf_linear_attn.study.plan import plan
 from hf_linear_attn.study.plan_result import PlanResult
@@ -65,7 +65,7 @@ def always_informative(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_rule(*scores: float | None, **options: Any) -> Assessment:
         return replace(assess(*scores, **options), valid=True, chance=False)
 
-    monkeypatch.setattr(layer_search, "assess", without_rule)
+    monkeypatch.setattr("hf_linear_attn.study.plan.assess", without_rule)
 
 
 @pytest.fixture(autouse=True)
@@ -381,7 +381,7 @@ def test_nothing_is_planned_where_the_data_cannot_judge(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of random weights predicts no better with attention than without."""
-    monkeypatch.setattr(layer_search, "assess", assess)
+    monkeypatch.setattr("hf_linear_attn.study.plan.assess", assess)
     (tmp_path / "plan").mkdir()
     save = ["--save_model", str(tmp_path / "model")]
     assert main(arguments(folder, tmp_path / "plan", "1000000% perplexity", *save)) == 3
