@@ -17,8 +17,7 @@ from ..utils.files import atomic_write, write_json
 from ..utils.formatting import fixed
 from ..utils.timing import crossover
 from .inputs import inputs_text
-from .plots import STYLE, new_figure, png
-from .report import page_template
+from .report import STYLE, new_figure, page_template, png
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,7 @@ import matplotlib.figure  # noqa: F401
 import pandas as pd  # noqa: F401
 import pytest
 
-from hf_linear_attn.study import evaluate, plots  # noqa: F401
+from hf_linear_attn.study import evaluate, report  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,5 +26,5 @@ def frozen_modules() -> Iterator[None]:
 def coarse_plots() -> Iterator[None]:
     """Nobody looks at the plots of a test, and their pixels take time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "DPI", 30)
+        patch.setattr(report, "DPI", 30)
         yield

@@ -9,7 +9,7 @@ import pandas
 import pytest
 
 from hf_linear_attn.measure.quality import PERPLEXITY, Score
-from hf_linear_attn.study import plots
+from hf_linear_attn.study import report
 from hf_linear_attn.study.results import Evaluation
 from hf_linear_attn.study.study import Conditions, Records
 
@@ -166,7 +166,7 @@ def test_a_conversion_with_exact_layers_is_in_the_map_of_errors() -> None:
     for label, state, layers in (("elu", "untrained", (0, 1)), (CONVERTED, "converted", (1,))):
         errors = [{"metric": "output_error", "value": 0.5, "layer": layer, "head": 0} for layer in layers]
         records.add(Conditions("model", "", label, "fidelity", state), errors, label=label)
-    figure = plots.draw_fidelity(Evaluation(records.to_frame(), result.info, records))
+    figure = report.draw_fidelity(Evaluation(records.to_frame(), result.info, records))
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["elu", CONVERTED]
     assert axes.images[0].get_array().mask.tolist() == [[False, False], [True, False]]
