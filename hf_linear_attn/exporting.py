@@ -162,7 +162,7 @@ def padded_inputs(model: PreTrainedModel, lengths: Any) -> dict[str, Any]:
     """Return a batch of rows of these lengths, padded on the left where the model generates."""
     import torch
 
-    from .measure.inputs import synthetic_inputs
+    from .measure.speed import synthetic_inputs
 
     inputs = synthetic_inputs(model, range(5, 5 + min(40, model.config.get_text_config().vocab_size - 5)), max(lengths))
     inputs = {name: tensor.repeat(len(lengths), 1) for name, tensor in inputs.items()}

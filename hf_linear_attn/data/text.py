@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import random
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import files
+from .files import Documents, shortened, text_documents, validation_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +42,7 @@ class Text:
     validation: tuple[str, ...]
 
 
-def read_text(path: str | None, documents: files.Documents = "auto", share: float = VALIDATION_SIZE) -> Text:
+def read_text(path: str | None, documents: Documents = "auto", share: float = VALIDATION_SIZE) -> Text:
     """Read a text file, or the docstrings of the standard library if `path` is None.
 
     Args:
@@ -60,7 +59,7 @@ def read_text(path: str | None, documents: files.Documents = "auto", share: floa
         return text_of(standard_library_documents(), source, share)
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no text file {path!r}. Give an existing file.")
-    return text_of(files.text_documents(Path(path), documents), Path(path).name, share)
+    return text_of(text_documents(Path(path), documents), Path(path).name, share)
 
 
 def text_of(documents: Sequence[str], source: str, share: float = VALIDATION_SIZE) -> Text:
@@ -71,14 +70,6 @@ def text_of(documents: Sequence[str], source: str, share: float = VALIDATION_SIZ
         raise ValueError(f"{source!r} has {characters} characters; at least {MIN_CHARACTERS} are needed.")
     train, validation = hold_out(documents, share)
     return Text(source, digest, tuple(train), tuple(validation))
-
-
-def validation_rows(count: int, share: float) -> list[int]:
-    """Return the indices of a share of so many rows, at least one, in order.
-
-    They depend on nothing else, a seed included: what one command trains on, no other one measures on.
-    """
-    return sorted(random.Random(0).sample(range(count), max(1, round(share * count))))
 
 
 def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
@@ -206,7 +197,7 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) 
         return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except Exception as error:
         remedy = "Give a text that the model was made for, or repair its tokenizer.json."
-        raise ValueError(f"The model's tokenizer cannot read {files.shortened(text)} ({error}). {remedy}") from error
+        raise ValueError(f"The model's tokenizer cannot read {shortened(text)} ({error}). {remedy}") from error
 
 
 def special_tokens(tokenizer: Any, documents: Sequence[str]) -> tuple[list[int], list[int]]:

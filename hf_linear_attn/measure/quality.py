@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedModel
 
-from ..data.metrics import HUB_PREFIX, METRICS, compute_metrics
+from ..data.tasks import HUB_PREFIX, METRICS, compute_metrics
 from ..data.text import padded_batches
 from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
 from ..utils.progress import OnBatch, report_batches, report_nothing

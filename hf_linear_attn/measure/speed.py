@@ -1,24 +1,186 @@
-"""Speed, memory and operations of models side by side: forward, prefill, forward and backward, decoding."""
+"""Speed, memory and operations of models side by side, on any tokens at any length that a model can take."""
 
+from __future__ import annotations
+
+import ctypes
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
 from ..integration.ablation import NO_ATTENTION_IMPLEMENTATION
+from ..integration.discovery import longest_input
+from ..integration.positions import has_position_table
+from ..ops.backends import use_backend
+from ..registry import AttentionEntry
 from ..streaming import cache_bytes
 from ..utils.formatting import format_bytes, format_flops, format_rate, format_seconds
 from ..utils.models import accepted
 from ..utils.timing import Timing, time_interleaved
-from .inputs import position_inputs, synthetic_inputs
-from .memory import count_flops, peak_memory
 from .values import Values, value
+
+
+def accepts_longer_inputs(model: PreTrainedModel) -> bool:
+    """Return whether `synthetic_inputs` can be longer than the model's positions."""
+    return not has_position_table(model) or "position_ids" in inspect.signature(model.forward).parameters
+
+
+def synthetic_inputs(
+    model: PreTrainedModel, tokens: Sequence[int], length: int, batch_size: int = 1
+) -> dict[str, Tensor]:
+    """Return inputs `[batch_size, length]`: the tokens, row after row, repeated as needed.
+
+    Positions beyond the model's table start again from zero. That does not change the speed; the outputs at such
+    lengths mean nothing and are not used.
+    """
+    total = batch_size * length
+    repeated = (list(tokens) * (total // len(tokens) + 1))[:total]
+    ids = torch.tensor(repeated, device=model.device).view(batch_size, length)
+    # We pass a mask of ones: position ids that start again would otherwise be read as several packed documents.
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name, positions in position_inputs(model, length).items():
+        inputs[name] = positions.expand(batch_size, -1)
+    accepted = inspect.signature(model.forward).parameters
+    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", None):
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    return inputs
+
+
+def position_inputs(model: PreTrainedModel, length: int, start: int = 0) -> dict[str, Tensor]:
+    """Return `position_ids [1, length]` that start again from zero where the model's table ends, or an empty dict."""
+    limit = longest_input(model)
+    if limit is None or start + length <= limit or not has_position_table(model):
+        return {}
+    return {"position_ids": torch.arange(start, start + length, device=model.device)[None] % limit}
+
+
+def timing_options(entry: AttentionEntry, options: Mapping[str, Any], limit: int | None, length: int) -> dict[str, Any]:
+    """Return the options of a mechanism that is timed at up to `length` tokens.
+
+    A mechanism that is built for a largest length gets that one where the model's own limit is smaller.
+    """
+    sized = any(item.name == "max_length" for item in fields(entry.options))
+    return {**options, "max_length": length} if sized and (limit is None or length > limit) else dict(options)
+
+
+def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[list[int], str]:
+    """Return the lengths that the whole model can take, and a sentence about those beyond its positions (or "")."""
+    limit = longest_input(model)
+    if limit is None or max(lengths, default=0) <= limit:
+        return list(lengths), ""
+    if not accepts_longer_inputs(model):
+        possible = [length for length in lengths if length <= limit] or [limit]
+        return possible, f"The model takes {limit:,} positions; longer inputs were not timed."
+    beyond = "start again from zero" if has_position_table(model) else "continue"
+    return list(lengths), f"† Beyond the model's {limit:,} positions they {beyond}; no quality was measured there."
+
+
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+MEMORY = Path("/proc/meminfo")
+
+#: The control group of a container (version 2), with its limit and use of memory.
+GROUP = Path("/sys/fs/cgroup")
+
+
+def count_flops(function: Callable[[], object]) -> int:
+    """Floating-point operations of the matrix products of one call; a multiplication and an addition are two.
+
+    Exact attention counts as in its eager form, `2·B·H·L·S·(d + d_v)`, masked entries included, whichever kernel runs:
+    PyTorch's own counter knows no formula for the CPU's fused kernel and would count it as zero. Elementwise work
+    (feature maps, softmax, norms) is not counted. Linear attention counts as in its torch form: the counter sees
+    nothing of fused kernels, which do the same products.
+    """
+    aten = torch.ops.aten
+    fused: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, *args, **kwargs: (
+            2 * _attention_flops(*args, **kwargs)  # two products for each one of the forward pass
+        ),
+    }
+    with use_backend("torch"), FlopCounterMode(display=False, custom_mapping=fused) as counter:
+        function()
+    return int(counter.get_total_flops())
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """From the shapes `[B, H, L, d]`, `[B, H_kv, S, d]`, `[B, H_kv, S, d_v]`."""
+    batch, heads, length, dim = query
+    return 2 * batch * heads * length * key[2] * (dim + value[3])
+
+
+def peak_memory(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int | None:
+    """Bytes that one call needs at its peak beyond what was allocated before it: of the allocator on a GPU, of the
+    resident set of the process on a CPU (None where the system does not tell: it takes Linux).
+
+    Freed memory is handed back to the system first. What is smaller than a few hundred kilobytes is noise.
+    """
+    if collect:
+        gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    if device.type != "cpu" or not _reset_peak():
+        return None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # the C library would keep freed memory resident, and a second call would seem to need none
+        trim(0)
+    before = _proc_bytes(STATUS, "VmRSS")
+    _reset_peak()
+    function()
+    return max(0, _proc_bytes(STATUS, "VmHWM") - before)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had: on a GPU of its memory, what the allocator holds unused included; on a CPU what
+    Linux calls available, or what is left of the control group's limit (None where the system does not tell)."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + unused)
+    known = (_left_of_group(), _proc_bytes(MEMORY, "MemAvailable") or None)
+    return min((size for size in known if size is not None), default=None) if device.type == "cpu" else None
+
+
+def _left_of_group() -> int | None:
+    """Of a control group: its limit less what it uses, files that can be dropped aside. None: there is no limit."""
+    with suppress(OSError, ValueError):  # no such group, or "max"
+        limit, used = (int((GROUP / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        counts = dict(line.split() for line in (GROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        return max(0, limit - used + int(counts.get("inactive_file", 0)))
+    return None
+
+
+def _reset_peak() -> bool:
+    """Reset the highest resident set that the kernel remembers (proc(5)); return whether that is possible."""
+    with suppress(OSError):
+        CLEAR.write_text("5", encoding="ascii")
+        return _proc_bytes(STATUS, "VmHWM") > 0
+    return False
+
+
+def _proc_bytes(path: Path, name: str) -> int:
+    """A line of /proc/self/status or /proc/meminfo such as `VmRSS:  13884 kB`; 0 where there is none."""
+    with suppress(OSError):
+        for line in path.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    return 0
+
 
 #: How the values of a metric are shown.
 FORMATS: dict[str, Callable[[float], str]] = {

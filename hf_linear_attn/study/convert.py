@@ -16,16 +16,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import DEFAULT_ATTENTION, LinearAttentionConfig
-from ..data.encode import row_lengths
-from ..data.task_data import TaskData, load_splits, load_task_data
+from ..data.task_data import TaskData, load_splits, load_task_data, row_lengths
 from ..data.text import packed_rows, standard_library_documents
 from ..feature_maps.base import AttentionShape
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
 from ..integration.discovery import attention_shape, longest_input, self_attention
-from ..measure.inputs import possible_lengths
 from ..measure.recall import measure_recall
-from ..measure.speed import measure_passes
+from ..measure.speed import measure_passes, possible_lengths
 from ..measure.values import Values
 from ..mechanisms.window import WindowAttention, WindowOptions
 from ..patching import is_patched, patch_model, patch_report

@@ -20,10 +20,17 @@ from ..data.task_data import read_documents
 from ..data.tasks import TASKS
 from ..data.text import Text, text_of
 from ..measure.fidelity import measure_fidelity
-from ..measure.inputs import possible_lengths
-from ..measure.memory import free_memory
 from ..measure.quality import Score
-from ..measure.speed import DECODING, FORWARD, PREFILL, TRAINING, measure_decoding, measure_passes
+from ..measure.speed import (
+    DECODING,
+    FORWARD,
+    PREFILL,
+    TRAINING,
+    free_memory,
+    measure_decoding,
+    measure_passes,
+    possible_lengths,
+)
 from ..measure.values import Values, value
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS

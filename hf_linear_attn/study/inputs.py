@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..data.config import DataConfig
-from ..data.metrics import METRICS
 from ..data.task_data import load_task_data
-from ..data.tasks import load_task
+from ..data.tasks import METRICS, load_task
 from ..data.text import (
     Text,
     cut_text,

@@ -18,9 +18,8 @@ from ..checkpoints import save_checkpoint
 from ..data.task_data import read_documents
 from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
-from ..measure.inputs import possible_lengths, timing_options
 from ..measure.quality import Assessment, Score, assess
-from ..measure.speed import FORWARD, fill_cache, measure_passes
+from ..measure.speed import FORWARD, fill_cache, measure_passes, possible_lengths, timing_options
 from ..measure.values import Values, value
 from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT

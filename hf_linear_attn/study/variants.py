@@ -22,7 +22,7 @@ from ..data.files import TEXT_FORMATS, file_suffix
 from ..integration.ablation import without_attention
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..integration.positions import has_position_table
-from ..measure.inputs import timing_options
+from ..measure.speed import timing_options
 from ..measure.values import Metric
 from ..mechanisms.softmax import EXACT
 from ..ops.backends import get_backend

@@ -10,9 +10,7 @@ import torch
 from hf_linear_attn import patch_model
 from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.integration.discovery import longest_input
-from hf_linear_attn.measure.inputs import timing_options
-from hf_linear_attn.measure.memory import peak_memory
-from hf_linear_attn.measure.speed import DECODING, measure_decoding, measure_passes
+from hf_linear_attn.measure.speed import DECODING, measure_decoding, measure_passes, peak_memory, timing_options
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.study.variants import WITHOUT_ATTENTION, seed_options
 from hf_linear_attn.training.transfer import AttentionTransferLoss

@@ -24,7 +24,7 @@ from transformers import (
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.text import padded_batches
-from hf_linear_attn.measure.memory import peak_memory
+from hf_linear_attn.measure.speed import peak_memory
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.utils.files import write_json
 from hf_linear_attn.utils.models import shared_copy

@@ -15,8 +15,7 @@ import torch
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from hf_linear_attn.data.metrics import METRICS, compute_metrics, load_metrics
-from hf_linear_attn.data.tasks import TASKS
+from hf_linear_attn.data.tasks import METRICS, TASKS, compute_metrics, load_metrics
 
 CLASSES = ("accuracy", "f1", "matthews_correlation")
 SCORES = ("pearson", "spearmanr", "mse")
@@ -120,7 +119,7 @@ import socket, sys
 def refuse(*args, **options):
     raise AssertionError("a metric asked for the network")
 socket.socket.connect = refuse
-from hf_linear_attn.data.metrics import compute_metrics
+from hf_linear_attn.data.tasks import compute_metrics
 print(compute_metrics(["accuracy"], [int(sys.argv[1])] * 3 + [1], [1] * 4)["accuracy"])
 """
 
@@ -165,8 +164,7 @@ def test_a_missing_package_is_named_with_the_remedy(missing, name, monkeypatch):
 
 def test_importing_is_light():
     script = (
-        "import sys, hf_linear_attn.data.metrics, hf_linear_attn.data.tasks, hf_linear_attn.data.sources\n"
-        "import hf_linear_attn.data.encode\n"
+        "import sys, hf_linear_attn.data.tasks, hf_linear_attn.data.files, hf_linear_attn.data.text\n"
         "heavy = {'datasets', 'evaluate', 'sklearn', 'scipy', 'pandas', 'torch', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -9,8 +9,14 @@ import re
 import datasets
 import pytest
 
-from hf_linear_attn.data.files import FORMATS, TEXT_FORMATS, split_articles
-from hf_linear_attn.data.sources import check_columns, hold_out_validation, load_source
+from hf_linear_attn.data.files import (
+    FORMATS,
+    TEXT_FORMATS,
+    check_columns,
+    hold_out_validation,
+    load_source,
+    split_articles,
+)
 from hf_linear_attn.data.text import hold_out
 from tests.data.tiny_data import SHARED, write
 

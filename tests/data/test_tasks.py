@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_linear_attn.data.metrics import METRICS
-from hf_linear_attn.data.tasks import TASKS, load_task
+from hf_linear_attn.data.tasks import METRICS, TASKS, load_task
 from tests.data.tiny_data import SHARED, write
 
 GLUE = ["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]

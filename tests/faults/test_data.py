@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_linear_attn.data.sources import load_source
+from hf_linear_attn.data.files import load_source
 from hf_linear_attn.data.tasks import load_task
 from hf_linear_attn.study.convert import convert
 from tests.faults.checks import Observed, error_message

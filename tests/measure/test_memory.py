@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.ablation import without_attention
-from hf_linear_attn.measure import memory as resources
-from hf_linear_attn.measure.memory import count_flops, free_memory, peak_memory
-from hf_linear_attn.measure.speed import measure_passes
+from hf_linear_attn.measure import speed as resources
+from hf_linear_attn.measure.speed import count_flops, free_memory, measure_passes, peak_memory
 from hf_linear_attn.utils.models import shared_copy
 from tests.inputs import token_ids
 from tests.tiny_models import BERT, FAMILIES, GPT2, Family

@@ -11,8 +11,15 @@ from transformers import DynamicCache
 import hf_linear_attn as hla
 from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.measure.inputs import accepts_longer_inputs, position_inputs, synthetic_inputs, timing_options
-from hf_linear_attn.measure.speed import fill_cache, measure_decoding, measure_passes
+from hf_linear_attn.measure.speed import (
+    accepts_longer_inputs,
+    fill_cache,
+    measure_decoding,
+    measure_passes,
+    position_inputs,
+    synthetic_inputs,
+    timing_options,
+)
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.study.variants import WITHOUT_ATTENTION
