@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.utils.models import shared_copy
 from tests.cases import entries
 from tests.comparing import assert_close, logits, relative_error
 from tests.tiny_models import saved_and_loaded
@@ -89,3 +90,24 @@ def test_with_everything_inside_the_window_a_decoder_is_exact(folder):
     exact = logits(model, ids)
     hla.patch_model(model, "window", window_size=40)
     assert relative_error(logits(model, ids), exact) < 1e-4
+
+
+def test_calibrated_codes_are_worth_something_beyond_the_rows_that_they_saw():
+    """Fitted to rows of 64 tokens of stories: the loss at positions 256 to 511."""
+    folder = SHARED / "stories260K-llama"
+    exact, text = decoder(folder.name), SHARED.parent / "data" / "lm" / "tinystories_sample.txt"
+    ids = AutoTokenizer.from_pretrained(folder)(
+        text.read_text()[:50_000], add_special_tokens=False, return_tensors="pt"
+    )
+    rows, test = ids["input_ids"][0, :1024].view(16, 1, 64), ids["input_ids"][0, 5000 : 5000 + 8 * 512].view(8, 512)
+
+    def loss(max_length):
+        model = hla.patch_model(shared_copy(exact), "window", window_size=8)
+        if max_length:
+            hla.calibrate(model, [{"input_ids": row} for row in rows], max_length=max_length)
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model(test).logits[:, 255:-1].mT, test[:, 256:]))
+
+    closed, short, long = loss(None), loss(64), loss(512)
+    assert long < short < closed
+    assert closed - long > 2 * (closed - short)

@@ -62,15 +62,20 @@ class VQFeatureMap(FeatureMap):
         return query, FusedMap("softmax", self.key_weight, self.key_bias)
 
     @torch.no_grad()
-    def fit(self, keys: Tensor, queries: Tensor) -> None:
+    def fit(self, keys: Tensor, queries: Tensor, damping: Tensor | None = None) -> None:
         """Choose the codes by k-means on keys `[G, N, d]`, at the distances that queries `[G, M, d]` see.
 
         The distance of two keys is `mean_q (q·k - q·k')²`. 1/β is the variance of the coordinates around the codes
         where the queries are white, and b = 0. With fewer keys than codes, some codes are equal.
+
+        With a `damping` `[d]` the coordinates of queries are multiplied by it, here and in the map: by how much of a
+        coordinate of the keys is certain.
         """
         groups, repeats = len(keys), self.shape.num_heads // len(keys)
+        damping = torch.ones_like(keys[0, 0]) if damping is None else damping.to(keys)
         for group in range(groups):
-            moment = queries[group].float().T @ queries[group].float() / queries.shape[1]
+            query = queries[group].float() * damping
+            moment = query.T @ query / len(query)
             values, vectors = torch.linalg.eigh(moment)
             root = vectors * values.clamp_min(SMALLEST_EIGENVALUE * values[-1]).sqrt()
             # Relative to the mean of all keys, which adds the same to the logits of all codes: what keys have in common
@@ -82,7 +87,8 @@ class VQFeatureMap(FeatureMap):
             least = SMALLEST_SPREAD * seen.square().mean().clamp_min(torch.finfo(torch.float32).eps)
             precision = 1 / torch.maximum((seen - centres[nearest]).square().mean(), least)
             # The mean of the keys themselves, so that a query's product with a code is the mean of its products.
-            self.query_weight[group * repeats : (group + 1) * repeats] = torch.linalg.solve(root.T, (centres + mean).T)
+            codes = torch.linalg.solve(root.T, (centres + mean).T) * damping.unsqueeze(1)
+            self.query_weight[group * repeats : (group + 1) * repeats] = codes
             weight, bias = root @ centres.T, -(centres * (centres / 2 + mean)).sum(dim=1)
             largest = torch.maximum(weight.abs().max(), bias.abs().max())
             precision = torch.minimum(precision, torch.finfo(self.key_weight.dtype).max / largest)

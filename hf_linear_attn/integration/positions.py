@@ -7,6 +7,7 @@ and without memory for its parameters: buffers are taken from there, and other p
 
 import copy
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ EXTENDED_FROM = "linear_attention_extended_from"
 
 #: What a table of positions is called in its module.
 TABLE = re.compile(r"wpe|pos_emb|positions_embed|embed_positions|(\w+_)?position_embeddings?")
+#: How far keys may be from a rotation of earlier ones, relative to how far they were turned: by rounding.
+LARGEST_ROTATION_ERROR = 0.1
 #: Config fields that a table may take its size from; models and tables copy some of them onto themselves.
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 COPIED_LIMITS = ("max_position_embeddings", "max_source_positions", "max_target_positions", "max_length")
@@ -273,6 +276,49 @@ def no_table_reason(model: PreTrainedModel) -> str:
     if _has_table(model.named_parameters()):
         return "learned positions are in a table whose size no known field of its config states"
     return "positions are in no learned table with a limit: nothing keeps it from longer inputs"
+
+
+# --------------------------------------------------------------------------------------------------- Rotary positions
+
+
+def rotary_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the frequencies ω `[r/2]` by which a model's rotary positions turn pairs of coordinates, of every kind."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+
+
+def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: int) -> Tensor | None:
+    """Return the frequency ω of each coordinate of a layer's keys, `[d]`, by which of the model's rotations fits them.
+
+    Pairs of coordinates lie half a rotation's width apart or side by side, in the first or the last coordinates; those
+    outside have ω = 0.
+
+    Args:
+        model: The model, with its buffers of frequencies.
+        keys: Keys of some tokens, `[..., d]`.
+        later: Keys of the same tokens `distance` positions later.
+        distance: How many positions.
+
+    Returns:
+        ω, or None where keys do not differ, or no rotation explains how they do.
+    """
+    width, fits = keys.shape[-1], []
+    for frequencies in rotary_buffers(model):
+        size, zeros = 2 * len(frequencies), keys.new_zeros(max(width - 2 * len(frequencies), 0))
+        for interleaved in (False, True) if size <= width else ():
+            pairs = frequencies.to(keys).repeat_interleave(2) if interleaved else frequencies.to(keys).repeat(2)
+            for first, whole in ((0, torch.cat([pairs, zeros])), (width - size, torch.cat([zeros, pairs]))):
+                part = keys[..., first : first + size]
+                turned = part.clone()
+                if interleaved:
+                    turned[..., ::2], turned[..., 1::2] = -part[..., 1::2], part[..., ::2]
+                else:
+                    turned = torch.cat([-part[..., size // 2 :], part[..., : size // 2]], dim=-1)
+                angles = distance * pairs
+                rotated = keys.clone()
+                rotated[..., first : first + size] = part * angles.cos() + turned * angles.sin()
+                fits.append((float((rotated - later).norm()), whole))
+    difference, whole = min(fits, key=lambda fit: fit[0], default=(math.inf, keys))
+    return whole if difference <= LARGEST_ROTATION_ERROR * float((later - keys).norm()) else None
 
 
 # ------------------------------------------------ Inputs of any length, beyond the positions of a table too: for timing

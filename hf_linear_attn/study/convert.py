@@ -29,7 +29,7 @@ from ..mechanisms.window import WindowAttention, WindowOptions
 from ..patching import is_patched, patch_model, patch_report
 from ..registry import ATTENTIONS, build_options
 from ..training import models
-from ..training.calibration import CALIBRATION_TOKENS, calibrate, leading_batches
+from ..training.calibration import CALIBRATION_LENGTH, CALIBRATION_TOKENS, calibrate, leading_batches
 from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
 from ..training.options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from ..training.selection import close_harmful_parts
@@ -368,17 +368,13 @@ def _choice(run: Run, teacher: PreTrainedModel, heads: ExactHeads) -> Choice:
     exact = run.state["teacher"]
     rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
 
-    if budget.length is not None and budget.length > longest:
-        remedy = f"give --data.max_length {budget.length}, where memory allows it."
-        run.say(f"The linear part is fitted to rows of {longest:,} tokens and can do harm in longer inputs: {remedy}")
-
     def measure(share: float, window: int) -> float | None:
         options = {**config.options, "window_size": window}
         plan = heads.with_share(share).plan({"attention": config.attention, **options})
         student = patch_model(shared_copy(teacher), plan)
         if budget.unit is None:
             return _timings(run, teacher, student, budget.length or longest)["student"][0]["speedup"]
-        calibrate(student, rows)
+        calibrate(student, rows, max_length=_calibrated_length(run))
         name = f"{share:.0%} exact heads"
         if budget.unit.name == "recall":
             lost = _recall(run, "teacher", teacher, budget.length), _recall(run, name, student, budget.length)
@@ -468,6 +464,12 @@ def _long_rows(run: Run, student: PreTrainedModel) -> Any:
     return rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit]) if limit else rows
 
 
+def _calibrated_length(run: Run) -> int | None:
+    """Return the length of the budget where it is beyond those that a calibration has in mind by itself."""
+    length = Budget.parse(run.config.budget).length if run.config.budget else None
+    return length if length and length > CALIBRATION_LENGTH else None
+
+
 def _calibrate(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     """Fit the start of the mechanism to the first training rows."""
     rows = _long_rows(run, student)
@@ -478,7 +480,8 @@ def _calibrate(run: Run, student: PreTrainedModel) -> PreTrainedModel:
         student.to(run.process.device)
         batches = (run.data.collator([row]) for row in rows)
         with run.working("calibrating"):
-            result = calibrate(student, leading_batches(batches, CALIBRATION_TOKENS))
+            chosen = leading_batches(batches, CALIBRATION_TOKENS)
+            result = calibrate(student, chosen, max_length=_calibrated_length(run))
         return student, {"step": 0, "within_factor_2": result.within() if len(result.table) else None}
 
     return cast(PreTrainedModel, run.learned("calibration", student, fit, f".{SUBMODULE}."))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,10 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..integration.context import attention_modules
-from ..integration.discovery import self_attention
+from ..integration.discovery import longest_input, self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..integration.install import is_untrained
 from ..integration.models import check_model, check_patched
+from ..integration.positions import check_max_length, rotary_buffers, rotary_frequencies
 from ..mechanisms.base import AttentionInputs
 from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
 from ..mechanisms.window import WindowAttention, is_closed
@@ -27,6 +30,15 @@ if TYPE_CHECKING:
 
 #: Tokens that the start of an attention transfer, and of a search for exact heads, is calibrated on.
 CALIBRATION_TOKENS = 8192
+
+#: Longest input that a calibration has in mind by default, in tokens.
+CALIBRATION_LENGTH = 8192
+
+#: Tokens of the row whose keys tell how a layer rotates them, and how many positions later they are seen again.
+ROTATED_TOKENS, ROTATED_BY = 64, 16
+
+#: Distances at which the mean rotation of keys is taken.
+DISTANCES = 512
 
 #: Keys of a head that codes are fitted to, at most.
 FITTED_KEYS = 8192
@@ -76,7 +88,7 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
+def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: int | None = None) -> Calibration:
     """Fit the start of each patched layer to the model's own queries and keys, in place and without training.
 
     - The codes of `vq` maps: k-means on the keys of each key-value head, and biases by which each code gets the share
@@ -90,16 +102,23 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
     for codes, one for mixing weights. Some thousand tokens of text like that to come are enough. What else mechanisms
     learn is unchanged. In a distributed run all processes get the result of the first.
 
+    Rotary positions turn the keys, so that codes which are fitted to the first positions do harm at later ones. Rows
+    that are shorter than `max_length` therefore stand at positions up to there, again and again if there are few. Of
+    two coordinates that rotate by ω a position, codes distinguish what queries see of it on average, the part
+    `|mean_Δ e^{iωΔ}|`, with Δ from the window's size to `max_length`, evenly in log Δ.
+
     Args:
         model: A patched model.
         batches: What the tokenizer returns, as dicts of tensors `[B, L]`.
+        max_length: The longest input to come, in tokens. Default: the model's limit, at most `CALIBRATION_LENGTH`, or
+            the longest row where the model states none.
 
     Returns:
         The shares of attention in exact attention and after the calibration.
 
     Raises:
-        TypeError: `model` is no `PreTrainedModel`, or `batches` is one batch alone.
-        ValueError: The model is not patched, or there are no batches.
+        TypeError: `model` is no `PreTrainedModel`, `batches` is one batch alone, or `max_length` is no integer.
+        ValueError: The model is not patched, there are no batches, or `max_length` is not positive.
     """
     import pandas as pd
 
@@ -109,15 +128,25 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch]) -> Calibration:
     rows = list(batches)
     if not rows:
         raise ValueError("There are no batches to calibrate on.")
+    if max_length is not None:
+        check_max_length(max_length)
     modules = {id(found.module): index for index, found in enumerate(self_attention(model))}
     layers = {id(module): _Layer(modules[id(module)], module.linear_attention) for module in attention_modules(model)}
     fitted, mixed = ({key: x for key, x in layers.items() if getattr(x, name)} for name in ("fits_keys", "has_mix"))
     whole = model.config.is_encoder_decoder or is_sharded(model)
     backbone = model if whole else model.base_model  # the head and its logits are of no use here
-    _observe(backbone, rows, fitted, _Layer.collect_keys)
+    moved = rows
+    if fitted and _can_be_moved(model, rows):
+        longest = longest_input(model) or max(batch["input_ids"].shape[1] for batch in rows)
+        max_length = max_length or min(longest, CALIBRATION_LENGTH)
+        moved = _spread_positions(rows, max_length)
+        _observe(backbone, _same_tokens_later(rows[0]), fitted, _Layer.collect_rotated)
+        for layer in fitted.values():
+            layer.damp_rotation(model, max_length)
+    _observe(backbone, moved, fitted, _Layer.collect_keys)
     for layer in fitted.values():
         layer.fit_keys()
-    _observe(backbone, rows, fitted, _Layer.count_codes)
+    _observe(backbone, moved, fitted, _Layer.count_codes)
     for layer in fitted.values():
         layer.weigh_codes()
     _observe(backbone, rows, mixed, _Layer.count_outside)
@@ -156,6 +185,38 @@ def leading_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
     return chosen
 
 
+def _can_be_moved(model: PreTrainedModel, batches: list[Batch]) -> bool:
+    """Return whether the model rotates its keys by positions that it takes as an argument."""
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    return takes_positions and bool(rotary_buffers(model)) and all("input_ids" in batch for batch in batches)
+
+
+def _spread_positions(batches: list[Batch], limit: int) -> list[Batch]:
+    """Let rows begin at later positions, up to where they end at the limit, and repeat them until they could fill it.
+
+    The first begins at its own position; the beginnings are denser there, where all inputs have tokens.
+    """
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    repeated = batches * max(-(-limit // tokens), 1)
+    last, row = max(sum(len(batch["input_ids"]) for batch in repeated) - 1, 1), 0
+    moved: list[Batch] = []
+    for batch in repeated:
+        ids = batch["input_ids"]
+        rows = torch.arange(row, row + len(ids), device=ids.device)
+        row += len(ids)
+        starts = ((rows / last).square() * max(limit - ids.shape[1], 0)).long().unsqueeze(1)
+        positions = batch.get("position_ids", torch.arange(ids.shape[1], device=ids.device))
+        moved.append({**batch, "position_ids": positions + starts})
+    return moved
+
+
+def _same_tokens_later(batch: Batch) -> list[Batch]:
+    """Return some tokens of a batch, and the same ones `ROTATED_BY` positions later."""
+    ids = batch["input_ids"][:1, -ROTATED_TOKENS:]
+    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    return [{"input_ids": ids, "position_ids": positions + later} for later in (0, ROTATED_BY)]
+
+
 def _observe(
     model: Any, batches: list[Batch], layers: Mapping[int, _Layer], count: Callable[[_Layer, AttentionCall], None]
 ) -> None:
@@ -182,9 +243,13 @@ class _Layer:
         self.fits_keys = self.map is not None and self.map.fits_keys
         window = isinstance(self.linear, WindowAttention)
         self.has_mix = window and not self.fits_keys and not self.linear.shape.causal
+        self.rotated: list[Tensor] = []  # keys of the same tokens at two positions, `[G, n, d]`
+        self.damping: Tensor | None = None  # `[d]`
         self.keys: list[Tensor] = []  # `[G, n, d]`
         self.queries: list[Tensor] = []  # `[G, n, d]`
-        self.codes: list[tuple[Tensor, Tensor]] = []  # shares in exact attention, log weights by the map: `[H, n, m]`
+        #: Of drawn queries: the shares of codes in exact attention and their log weights by the map, `[H, n, m]`, and
+        #: the log weights of the exact part, `[H, n]`.
+        self.codes: list[tuple[Tensor, Tensor, Tensor]] = []
         self.exact_shares: list[Tensor] = []  # `[H, n]`
         self.logits: list[Tensor] = []  # `[H, n]`, of the share of the linear part
         self.calibrated: Tensor | None = None  # `[H, n]`
@@ -209,6 +274,21 @@ class _Layer:
         for start, stop in ranges:
             yield query_block(call, slice(row, row + 1), start, stop)
 
+    def collect_rotated(self, call: AttentionCall) -> None:
+        self.rotated.append(call.key[0].float())
+
+    def damp_rotation(self, model: PreTrainedModel, max_length: int) -> None:
+        """Find what is left of each coordinate of a rotated key, on average over the distances to come."""
+        if not self.rotated:
+            return
+        before, later = self.rotated
+        self.rotated = []
+        if (frequencies := rotary_frequencies(model, before, later, ROTATED_BY)) is not None:
+            nearest = self.linear.options.window_size if isinstance(self.linear, WindowAttention) else 1
+            ends = math.log(nearest), math.log(max(max_length, nearest))
+            angles = torch.linspace(*ends, DISTANCES).exp().outer(frequencies.cpu())
+            self.damping = torch.polar(torch.ones_like(angles), angles).mean(dim=0).abs()
+
     def collect_keys(self, call: AttentionCall) -> None:
         """Keep the keys that a query weighs by the map, and the queries."""
         outside = self._outside(call).any(dim=1)
@@ -221,7 +301,7 @@ class _Layer:
         keys, queries = (torch.cat(parts, dim=1) if parts else torch.empty(0, 0) for parts in (self.keys, self.queries))
         self.keys, self.queries = [], []
         if keys.shape[1]:
-            self.map.fit(keys[:, :: -(-keys.shape[1] // FITTED_KEYS)], queries)
+            self.map.fit(keys[:, :: -(-keys.shape[1] // FITTED_KEYS)], queries, self.damping)
 
     def count_codes(self, call: AttentionCall) -> None:
         """Keep what drawn queries give to each code by the map, and add up what it gets in exact attention.
@@ -244,11 +324,12 @@ class _Layer:
             logits = (query @ key.transpose(-1, -2) * block.scaling).masked_fill(~allowed, float("-inf"))
             normaliser = logits.logsumexp(dim=-1, keepdim=True)
             exact = ((logits - normaliser).exp() * outside) @ codes
+            inside = (logits - normaliser).masked_fill(outside.bool(), float("-inf")).logsumexp(dim=-1)
             features, log_scale = self.map.query(query.double(), call.scaling)  # in float32 the smallest would be zero
             given = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (outside @ codes).log()
             if isinstance(self.linear, WindowAttention):
                 given = given + self.linear.added_mix(self._inputs(block))[:, :, counted].unsqueeze(-1).float()
-            self.codes.append((exact[0], given[0]))
+            self.codes.append((exact[0], given[0], inside[0]))
 
     def weigh_codes(self) -> None:
         """Find the biases with the least mean divergence of exact from implied weights, both summed by code.
@@ -257,12 +338,11 @@ class _Layer:
         """
         if not self.codes:
             return
-        exact, given = (torch.cat(parts, dim=1) for parts in zip(*self.codes, strict=True))  # [H, n, m]
+        exact, given, inside = (torch.cat(parts, dim=1) for parts in zip(*self.codes, strict=True))
         if not exact.shape[1]:
             return
         every = -(-exact.shape[1] // COUNTED_QUERIES)
-        exact, given = exact[:, ::every], given[:, ::every]
-        inside = (1 - exact.sum(dim=2)).clamp_min(0).log()
+        exact, given, inside = exact[:, ::every], given[:, ::every], inside[:, ::every]
         bias, expected = torch.zeros_like(exact[:, 0], requires_grad=True), exact.mean(dim=1)
         optimizer = torch.optim.LBFGS([bias], max_iter=BIAS_STEPS, line_search_fn="strong_wolfe")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -34,11 +36,18 @@ from transformers import (
 )
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.positions import EXTENDED_FROM, METHODS, find_tables, position_limit
+from hf_linear_attn.integration.exact import observe_attention
+from hf_linear_attn.integration.positions import (
+    EXTENDED_FROM,
+    METHODS,
+    find_tables,
+    position_limit,
+    rotary_frequencies,
+)
 from hf_linear_attn.utils.models import shared_copy
 from tests.comparing import Snapshot, assert_close
 from tests.inputs import padding_mask, token_ids
-from tests.tiny_models import BERT, GPT2, LLAMA, SIZES, saved_and_loaded, tiny_config
+from tests.tiny_models import BERT, GPT2, LLAMA, SIZES, saved_and_loaded, tiny_config, tiny_model
 
 SHORT = 40  # tokens that every family takes
 LONG = 100
@@ -408,3 +417,42 @@ def test_the_text_tower_of_two(tmp_path):
     prompt = ids(LONG)
     features = model.get_text_features(input_ids=prompt)[0]
     assert torch.equal(CLIPModel.from_pretrained(tmp_path).eval().get_text_features(input_ids=prompt)[0], features)
+
+
+def halves(base: float, size: int) -> list[float]:
+    return 2 * [base ** (-2 * index / size) for index in range(size // 2)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "expected"),
+    [
+        ("llama", {}, [halves(10_000, 8)]),
+        ("modernbert", {"layer_types": ["full_attention"] * 2}, [halves(160_000, 8)]),
+        ("cohere", {}, [sorted(halves(500_000, 8), reverse=True)]),
+        ("glm", {"head_dim": 16}, [[*sorted(halves(10_000, 8), reverse=True), *[0.0] * 8]]),
+        ("gpt_neox", {"hidden_size": 64, "intermediate_size": 64}, [[*halves(10_000, 4), *[0.0] * 12]]),
+        ("gemma3_text", {"head_dim": 8, "layer_types": ["full_attention"] * 2}, [halves(1_000_000, 8)]),
+        ("smollm3", {"no_rope_layers": [1, 0]}, [halves(2_000_000, 8), None]),
+    ],
+)
+def test_frequencies_of_rotary_positions_are_found_from_keys(
+    architecture: str, config: dict[str, Any], expected: list[list[float] | None]
+) -> None:
+    keys: list[Tensor] = []
+    model = hla.patch_model(tiny_model(architecture, **config), "window")
+    with torch.no_grad(), observe_attention(model, lambda call: keys.append(call.key)):
+        for first in (0, 3):
+            model(token_ids(1, 12), position_ids=first + torch.arange(12).unsqueeze(0))
+    layers = len(keys) // 2
+    assert layers == 2
+    for layer in range(layers):
+        frequencies = rotary_frequencies(model, keys[layer], keys[layers + layer], 3)
+        values = expected[layer % len(expected)]
+        assert frequencies is None if values is None else frequencies.tolist() == pytest.approx(values, rel=1e-4)
+
+
+def test_keys_that_no_rotation_explains_have_no_frequencies() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, later = torch.randn(2, 4, 12, 8, generator=generator)
+    assert rotary_frequencies(LLAMA.build(), keys, later, 3) is None
+    assert rotary_frequencies(GPT2.build(), keys, later, 3) is None

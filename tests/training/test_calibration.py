@@ -82,7 +82,7 @@ def test_attention_outside_of_the_window_is_that_of_the_exact_model(
     far = is_far(causal)
     expected = exact_shares(exact, far)
     before = implied_shares(model, far)
-    result = hla.calibrate(model, rows())
+    result = hla.calibrate(model, rows(), max_length=LENGTH)
     after = implied_shares(model, far)
     # In rows this short every query is counted.
     assert torch.allclose(torch.stack(after), torch.stack(expected), atol=2e-4)
@@ -99,7 +99,7 @@ def test_codes_make_up_for_a_saturation_and_for_what_queries_add(family: Family,
     model = hla.patch_model(copy.deepcopy(exact), "window", **options)
     for module in attention_modules(model):
         module.linear_attention.mix_weight.data.add_(0.2)
-    hla.calibrate(model, rows())
+    hla.calibrate(model, rows(), max_length=LENGTH)
     far = is_far(causal)
     assert torch.allclose(torch.stack(implied_shares(model, far)), torch.stack(exact_shares(exact, far)), atol=2e-4)
 
@@ -117,7 +117,7 @@ def test_exact_heads_have_no_part_in_it() -> None:
     plan = {"default": {"attention": "window", "window_size": WINDOW, "sink_tokens": SINKS}, "0": {"exact_heads": [1]}}
     model = hla.patch_model(copy.deepcopy(exact), plan)
     shares = exact_shares(exact, is_far(True))
-    table = hla.calibrate(model, rows()).table
+    table = hla.calibrate(model, rows(), max_length=LENGTH).table
     first = table[table["layer"] == 0]
     repeats = exact.config.num_attention_heads // exact.config.num_key_value_heads
     linear = [head for head in range(exact.config.num_attention_heads) if head // repeats != 1]
@@ -168,7 +168,7 @@ def test_codes_of_any_precision_tell_clusters_of_keys_apart(dtype: torch.dtype, 
 def test_codes_get_the_attention_of_their_keys() -> None:
     """`vq` alone: on the rows of the calibration, exact and implied attention to each code agree."""
     model = hla.patch_model(sharp(LLAMA), "vq", num_features=4)
-    hla.calibrate(model, rows())
+    hla.calibrate(model, rows(), max_length=LENGTH)
     totals: dict[int, Tensor] = {}
 
     def observer(call: AttentionCall) -> None:
@@ -188,6 +188,37 @@ def test_codes_get_the_attention_of_their_keys() -> None:
         assert torch.allclose(implied, exact, rtol=2e-2)
 
 
+def test_short_rows_stand_at_positions_up_to_the_longest_input() -> None:
+    model = hla.patch_model(sharp(LLAMA), "window", window_size=WINDOW)
+    seen: list[Tensor] = []
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
+    length = 5 * LENGTH
+    hla.calibrate(model, rows(1), max_length=length)
+    seen = [positions for positions in seen if len(positions) == 2]  # not the row whose rotation is measured
+    passes = 2
+    assert sum(positions.numel() for positions in seen) >= passes * length
+    assert min(int(positions.min()) for positions in seen) == 0
+    assert max(int(positions.max()) for positions in seen) == length - 1
+    assert all((positions.diff(dim=1) == 1).all() for positions in seen)
+
+
+def test_codes_do_not_tell_keys_apart_by_a_coordinate_that_is_damped_away() -> None:
+    generator = torch.Generator().manual_seed(1)
+    centres = torch.randn(4, 8, generator=generator)
+    key = centres[torch.arange(200) % 4]
+    key[:, 3] = 10 * torch.randn(200, generator=generator)
+    damping = torch.ones(8)
+    damping[3] = 0.0
+    feature_map = build(1, 1, 8, 4, True).feature_map
+    feature_map.fit(key.unsqueeze(0), torch.randn(1, 200, 8, generator=generator), damping)
+    codes = feature_map.key(key[None, None], 0.35).values[0, 0].detach()
+    assert not feature_map.query_weight[0, 3].any()
+    same = torch.arange(200)[:, None] % 4 == torch.arange(200) % 4
+    shared = codes @ codes.T
+    assert not shared[~same].max() > 1e-3
+    assert torch.allclose(codes[:4].repeat(50, 1), codes, atol=1e-3)
+
+
 def test_what_cannot_be_calibrated_is_an_error() -> None:
     with pytest.raises(ValueError, match="not patched"):
         hla.calibrate(LLAMA.build(), rows())
@@ -196,4 +227,6 @@ def test_what_cannot_be_calibrated_is_an_error() -> None:
         hla.calibrate(model, rows()[0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no batches"):
         hla.calibrate(model, [])
+    with pytest.raises(ValueError, match="max_length must be a positive integer, got 0"):
+        hla.calibrate(model, rows(), max_length=0)
     assert not len(hla.calibrate(model, rows()).table)  # all rows lie within the windows
