@@ -26,8 +26,8 @@ STAGES = (
     ("control", "exact attention, trained as long (the control)"),
     ("patched", "patched, nothing trained"),
     ("transferred", "after attention transfer"),
-    ("converted", "without what harmed of these (as saved)"),
     ("distilled", "after distillation"),
+    ("converted", "without what harmed of these (as saved)"),
     ("trained", "after fine-tuning"),
 )
 EXAMPLE = '"The weather is nice today"'
@@ -103,7 +103,7 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
     if "cosine" in (state.get("teacher") or ()):  # of embeddings, whose loss is 1 - cosine
         metric, higher = "cosine", True
-    student = state.get("distilled") or state.get("converted") or state.get("transferred") or {}
+    student = state.get("converted") or state.get("distilled") or state.get("transferred") or {}
     name = "control" if state.get("control") else "teacher"
     base = state.get(name) or {}
     own, reference = (math.nan if values.get(metric) is None else values[metric] for values in (student, base))
@@ -281,7 +281,7 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
     """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
     repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
     pipeline, metric = PIPELINES[config.task_type][0], facts["goal"]["metric"]
-    stages = ("distilled", "converted", "transferred", "trained")
+    stages = ("converted", "distilled", "transferred", "trained")
     final: dict[str, Any] = next((state[stage] for stage in stages if state.get(stage)), {})
     results = [
         EvalResult(

@@ -552,7 +552,10 @@ def _transfer_harms(run: Run) -> bool:
 
 
 def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> PreTrainedModel:
-    """Distillation. Returns the student with the best step's weights and merged adapters."""
+    """Distillation. Returns the student with the best step's weights and merged adapters.
+
+    What the student has learned is taken back if it is worse than before, by the metric that chooses the best step.
+    """
     config = run.config
     if not config.distill.enabled:
         return cast(PreTrainedModel, student)
@@ -563,10 +566,24 @@ def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> P
         model, progress = run.train("distill", models.add_adapters(student, config.distill), stage)
         return model.merge_and_unload(), progress
 
+    before = {name: value.detach().clone() for name, value in student.named_parameters()}
     student = run.learned(stage, student, train, "").eval()
     if result not in run.state:
         run.record(result, best_metrics(run.state[stage]) or run.measure(result, student))
+    if result == "distilled" and _distillation_harms(run):
+        run.say(f"Distillation is taken back: the {run.data.metric} is better without it.")
+        student.load_state_dict(before, strict=False)
+        run.measure("converted", student)
     return cast(PreTrainedModel, student)
+
+
+def _distillation_harms(run: Run) -> bool:
+    """Whether the metric of the data is worse than before the distillation."""
+    stage = "patched" if _transfer_harms(run) or "transferred" not in run.state else "transferred"
+    before, after = (run.state.get(name, {}).get(run.data.metric) for name in (stage, "distilled"))
+    if before is None or after is None:
+        return False
+    return bool(after < before if run.data.greater_is_better else after > before)
 
 
 def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
+import hf_linear_attn as hla
 from hf_linear_attn.study import convert as stages
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.transfer import AttentionTransferLoss
@@ -79,6 +82,22 @@ def test_a_transfer_that_harms_is_taken_back(folder: Path, tmp_path: Path, monke
     values = {one["type"]: one["value"] for one in header["model-index"][0]["results"][0]["metrics"]}
     assert values["loss"] == metrics["converted"]["loss"]
     assert "| without what harmed of these (as saved) |" in card
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_distillation_that_harms_is_taken_back(lora_rank: int, folder: Path, tmp_path: Path) -> None:
+    """With a learning rate that is far too high, the saved model is what it was before the distillation."""
+    changes = {"teacher__max_steps": None, "transfer__max_steps": 0, "distill__learning_rate": 20.0}
+    text = {"task_type": "causal-lm", "data__text_columns": ["text"], "distill__lora_rank": lora_rank}
+    out, screen = tmp_path / "out", io.StringIO()
+    config = convert_config(folder / "decoder", folder / "text" / "text.txt", out, **text, **changes)
+    metrics = convert(config, console=Console(file=screen, width=200))["stages"]
+    assert "Distillation is taken back: the loss is better without it." in screen.getvalue()
+    assert metrics["converted"] == metrics["patched"]
+    assert metrics["distilled"]["loss"] > metrics["patched"]["loss"]
+    saved, exact = hla.load_pretrained(str(out / "model")), AutoModelForCausalLM.from_pretrained(folder / "decoder")
+    for name, parameter in exact.named_parameters():
+        assert torch.equal(saved.get_parameter(name), parameter)
 
 
 def test_transfer_draws_the_inputs_beyond_the_window(
