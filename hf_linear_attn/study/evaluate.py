@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data.config import DataConfig
 from ..data.task_data import read_documents
 from ..data.tasks import TASKS
 from ..data.text import Text, text_of
@@ -46,15 +45,14 @@ from .inputs import (
     TRANSFER_SETTINGS,
     Inputs,
     inputs_text,
+    read_inputs,
     recall_measurement,
     score_of,
-    sentence_pairs,
-    task_inputs,
-    text_inputs,
     transferred,
+    with_sentence_pairs,
 )
 from .results import Evaluation
-from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, Settings, split_task, with_options
+from .settings import EvaluateConfig, EvaluationData, Settings, split_task, with_options
 from .study import Record, Study, check_study, open_study
 from .variants import (
     EXACT_LABEL,
@@ -92,14 +90,13 @@ class Evaluated:
     exact: ExactModel
     inputs: Inputs
     settings: Settings
-    measurements: tuple[Measurement, ...]  # of every variant
     groups: tuple[CheckpointGroup, ...]  # checkpoints
     task: str = ""  # a further task that this model is for; only its scores are measured then
 
     @property
     def scores(self) -> list[Score]:
         """The scores, the most important first."""
-        return [score for conditions, _ in self.measurements if (score := score_of(conditions)) is not None]
+        return [score for conditions, _ in self.inputs.measurements if (score := score_of(conditions)) is not None]
 
     def of_mechanisms(self) -> list[Measurement]:
         """Return what is measured of linear attention only: how near each head comes to exact attention, and sizes."""
@@ -202,13 +199,10 @@ def evaluate(
     """
     start = time.perf_counter()
     require_packages("pandas", extra="demo", purpose="evaluate")
-    config, progress, text = with_options(config or EvaluateConfig(), options), progress or Progress(), None
-    if isinstance(data, EvaluationData):
-        config = replace(config, data=data)
-    elif isinstance(data, (str, Path)):
-        config = replace(config, data=replace(config.data, dataset=str(data)))
-    elif data is not None:
-        text = text_of(list(data), "the given documents")
+    progress, text = progress or Progress(), None
+    if data is not None and not isinstance(data, (str, Path, EvaluationData)):
+        data, text = None, text_of(list(data), "the given documents")
+    config = with_options(config or EvaluateConfig(), options, data)
     where: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite}
     check_study(output, **where)
     progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
@@ -281,7 +275,8 @@ def measure_quality(study: Study, one: Evaluated) -> dict[str, Loader]:
     """Measure every variant of a model; return the converted ones, by their label."""
     converted: dict[str, Loader] = {}
     rows = list(one.rows(study))
-    measurements = {False: [*one.measurements], True: [*one.measurements, *([] if one.task else one.of_mechanisms())]}
+    every = [*one.inputs.measurements]
+    measurements = {False: every, True: every if one.task else [*every, *one.of_mechanisms()]}
     task = f"{one.task}: " if one.task else ""
     for number, (variants, linear) in enumerate(rows, start=1):
         texts: dict[str, list[str]] = {score.title: [] for score in one.scores}
@@ -332,33 +327,28 @@ def _prepare(
     first: Evaluated | None = None,
 ) -> Evaluated:
     """Load one model with its data. That of a further task has the mechanisms, seeds and steps of the `first`."""
-    task, path = config.data.own_task, config.data.dataset
-    name, kind, model_config = describe_source(source, task, path)
+    task, data = config.data.own_task, config.data.source
+    name, kind, model_config = describe_source(source, task, config.data.dataset)
     name = config.name or name
     _check_data(kind, config, name, text)
     groups = find_checkpoints(config.converted or (), config.baseline or (), model_config, labels)
-    if text is None and kind != "classifier":
-        dataset = None if path == PYTHON_DOCUMENTATION else path
-        columns, documents = config.data.text_columns, config.data.documents
-        text = read_documents(DataConfig(dataset=dataset, text_columns=columns, documents=documents))
-    exact = ExactModel.load(source, kind, name, tokenizer, config.device, task or Path(str(path)).name)
+    if kind == "classifier":
+        text = None
+    elif text is None:
+        text = read_documents(data)
+    title = task or Path(str(config.data.dataset)).name
+    exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
     settings = exact.settings(config)
     if first is not None:
         settings = replace(settings, **{key: getattr(first.settings, key) for key in ("attentions", "seeds", "steps")})
         _check_like_first(str(source), task, exact.model, groups, first)
-    if text is None or kind == "classifier":
-        options = {**vars(config.data), "task": task}
-        del options["sts"]
-        inputs = task_inputs(exact, DataConfig(**options), settings)
-    else:
-        inputs = text_inputs(exact, text, settings)
-    measurements = [*inputs.measurements]
+    inputs = read_inputs(exact, text, data, settings)
     if config.data.sts is not None:
-        measurements.insert(0, sentence_pairs(exact, config.data.sts, settings, config.data.max_eval_samples))
-        inputs.facts["sentence_pairs"] = f"STS-B validation, {Path(config.data.sts).name}"
+        inputs = with_sentence_pairs(inputs, exact, config.data.sts, settings, data.max_eval_samples)
     if config.recall_lengths:
-        measurements.append(recall_measurement(exact, config.recall_lengths, config.seed))
-    return Evaluated(exact, inputs, settings, tuple(measurements), tuple(groups), task or "" if first else "")
+        recall = recall_measurement(exact, config.recall_lengths, config.seed)
+        inputs = replace(inputs, measurements=(*inputs.measurements, recall))
+    return Evaluated(exact, inputs, settings, tuple(groups), task or "" if first else "")
 
 
 def _check_like_first(

@@ -79,6 +79,15 @@ def score_of(conditions: Conditions) -> Score | None:
     return Score("task", "score", f"{conditions.task} {metric}".strip(), higher, task=conditions.task)
 
 
+def read_inputs(
+    exact: ExactModel, text: Text | None, data: DataConfig, settings: Settings, parts: Sequence[str] = HELD_OUT
+) -> Inputs:
+    """Return the batches of a text, or without one of the labelled data. It raises as `text_inputs`, `task_inputs`."""
+    if text is None:
+        return task_inputs(exact, data, settings, parts)
+    return text_inputs(exact, text, settings, parts)
+
+
 def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequence[str] = HELD_OUT) -> Inputs:
     """Cut a text into batches of rows (see `text_rows`); measured are the perplexity or the embeddings of each part.
 
@@ -193,8 +202,10 @@ def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> 
     )
 
 
-def sentence_pairs(exact: ExactModel, folder: str, settings: Settings, max_rows: int | None) -> Measurement:
-    """Return how well embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
+def with_sentence_pairs(
+    inputs: Inputs, exact: ExactModel, folder: str, settings: Settings, max_rows: int | None
+) -> Inputs:
+    """Measure first how embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
 
     Raises:
         ValueError, OSError, ImportError: As `load_task`.
@@ -208,7 +219,9 @@ def sentence_pairs(exact: ExactModel, folder: str, settings: Settings, max_rows:
     options: dict[str, Any] = {"batch_size": max(settings.batch_size, 16), "pad": pad_token(tokenizer)}
     metric = sentence_pair_metric(ids, [float(row["label"]) for row in rows], **options)
     digest = hashlib.sha256(repr([(row["sentence1"], row["sentence2"], row["label"]) for row in rows]).encode())
-    return exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)}), metric
+    conditions = exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)})
+    facts = {**inputs.facts, "sentence_pairs": f"STS-B validation, {Path(folder).name}"}
+    return replace(inputs, measurements=((conditions, metric), *inputs.measurements), facts=facts)
 
 
 def split_halves(documents: Sequence[str]) -> list[Sequence[str]]:

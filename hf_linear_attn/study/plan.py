@@ -39,11 +39,10 @@ from .inputs import (
     TRANSFER_SETTINGS,
     Inputs,
     inputs_text,
+    read_inputs,
     recall_measurement,
     row_facts,
     score_of,
-    task_inputs,
-    text_inputs,
     transferred,
 )
 from .plan_result import MODEL_KINDS, PAGE, PLAN, PLOT, REPORT, Budget, Candidate, DamageUnit, PlanResult, write_plan
@@ -167,11 +166,8 @@ def prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     data = config.data.task or config.data.dataset or "the data"
     exact = ExactModel.load(config.model, kind, name, None, config.device, data)
     model, settings = exact.model, plan_settings(config, exact)
-    if text is None:
-        rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
-        inputs = task_inputs(exact, replace(config.data, max_eval_samples=rows), settings, HALVES)
-    else:
-        inputs = text_inputs(exact, text, settings, HALVES)
+    rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
+    inputs = read_inputs(exact, text, replace(config.data, max_eval_samples=rows), settings, HALVES)
     if recalls:  # chosen for and verified with prompts of two seeds, so many of them for each task and depth
         length = budget.length or 0
         recall = [recall_measurement(exact, [length], config.seed + number) for number in range(len(HALVES))]

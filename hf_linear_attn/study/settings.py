@@ -69,6 +69,13 @@ class EvaluationData:
                 raise OptionError(name, text)
 
     @property
+    def source(self) -> DataConfig:
+        """What is read for MODEL itself."""
+        names = {item.name for item in fields(self)} - {"dataset", "task", "sts"}
+        dataset = None if self.dataset == PYTHON_DOCUMENTATION else self.dataset
+        return DataConfig(dataset=dataset, task=self.own_task, **{name: getattr(self, name) for name in names})
+
+    @property
     def own_task(self) -> str | None:
         """The task that MODEL itself is a classifier for."""
         return next((name for name, folder in map(split_task, self.task or ()) if folder is None), None)
@@ -178,13 +185,17 @@ def split_task(entry: str) -> tuple[str, str | None]:
     return name, folder if sign else None
 
 
-def with_options(config: EvaluateConfig, options: Mapping[str, Any]) -> EvaluateConfig:
-    """Return the config with options by name, those of the sections `data` and `speed` too.
+def with_options(config: EvaluateConfig, options: Mapping[str, Any], data: Any = None) -> EvaluateConfig:
+    """Return the config with options by name, and data: an `EvaluationData`, a path, or None.
+
+    Options of the sections `data` and `speed` are given by their names, too.
 
     Raises:
         TypeError: There is no such option.
     """
     changes: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in options.items()}
+    if data is not None:
+        changes["data"] = data if isinstance(data, EvaluationData) else replace(config.data, dataset=str(data))
     for section in ("data", "speed"):
         part = changes.get(section, getattr(config, section))
         names = [item.name for item in fields(part) if item.name in changes]
