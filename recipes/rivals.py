@@ -58,9 +58,9 @@ from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
+from hf_linear_attn.study.prepare import load_exact
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.study import Conditions, Study, open_study
-from hf_linear_attn.study.variants import load_exact
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.formatting import format_bytes

@@ -44,8 +44,8 @@ from hf_linear_attn.data.text import (
 )
 from hf_linear_attn.measure.quality import embedding_metric, sentence_embeddings
 from hf_linear_attn.study.card import public_options
+from hf_linear_attn.study.prepare import load_exact
 from hf_linear_attn.study.study import Conditions, Study, open_study
-from hf_linear_attn.study.variants import load_exact
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.environment import environment

@@ -51,9 +51,9 @@ from hf_linear_attn.measure.recall import Recall
 from hf_linear_attn.measure.speed import measure_decoding
 from hf_linear_attn.mechanisms.window import CLOSED_MIX, WindowOptions
 from hf_linear_attn.study.card import public_options
+from hf_linear_attn.study.prepare import load_exact
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.study import Conditions, Study, open_study
-from hf_linear_attn.study.variants import load_exact
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.files import atomic_write, write_json

@@ -16,8 +16,8 @@ from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
 from hf_linear_attn.study.evaluate import run_evaluate
 from hf_linear_attn.study.examples import examples
+from hf_linear_attn.study.prepare import ExactModel, is_decoder
 from hf_linear_attn.study.settings import EvaluateConfig, resolve_settings, with_options
-from hf_linear_attn.study.variants import ExactModel, is_decoder
 from tests.tiny_models import MAX_LENGTH, save_checkpoint, tiny_config, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 

@@ -6,20 +6,17 @@ An evaluation is a list of variants of a model and a list of measurements. Each 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..data.task_data import read_documents
-from ..data.tasks import TASKS
-from ..data.text import Text, text_of
+from ..data.text import text_of
 from ..measure.fidelity import measure_fidelity
-from ..measure.quality import Score
 from ..measure.speed import (
     DECODING,
     FORWARD,
@@ -31,47 +28,17 @@ from ..measure.speed import (
     possible_lengths,
 )
 from ..measure.values import Values, value
-from ..patching import patch_model, patch_report
-from ..registry import ATTENTIONS
-from ..training.calibration import calibrate_untrained
+from ..patching import patch_report
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.formatting import fixed, format_bytes
-from ..utils.models import shared_copy
-from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress, report_batches
 from ..utils.timing import MIN_ROUNDS
-from .inputs import (
-    TRANSFER_SETTINGS,
-    Inputs,
-    inputs_text,
-    read_inputs,
-    recall_measurement,
-    score_of,
-    transferred,
-    with_sentence_pairs,
-)
+from .prepare import ExactModel, Measurement, PreparedModel, inputs_text, prepare
 from .results import Evaluation
-from .settings import EvaluateConfig, EvaluationData, Settings, split_task, with_options
+from .settings import EvaluateConfig, EvaluationData, Settings, with_options
 from .study import Record, Study, check_study, open_study
-from .variants import (
-    EXACT_LABEL,
-    WITHOUT_ATTENTION,
-    CheckpointGroup,
-    ExactModel,
-    Loader,
-    Measurement,
-    Variant,
-    check_fits,
-    check_mechanism,
-    check_same_shape,
-    checkpoints,
-    describe_source,
-    find_checkpoints,
-    references,
-    seed_options,
-    timed_variants,
-)
+from .variants import EXACT_LABEL, WITHOUT_ATTENTION, Loader, Variant, timed_variants, variants_of
 
 #: Seconds that one length may take in any case: without long inputs there is little to see.
 LONGEST_WAIT = 120.0
@@ -81,76 +48,6 @@ MEMORY_SHARE = 0.8
 
 Examples = Callable[[ExactModel, Mapping[str, Loader]], Mapping[str, Any]]
 """Data frames by title, from the exact model and from converted ones by their label."""
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """One model with all that is measured of it."""
-
-    exact: ExactModel
-    inputs: Inputs
-    settings: Settings
-    groups: tuple[CheckpointGroup, ...]  # checkpoints
-    task: str = ""  # a further task that this model is for; only its scores are measured then
-
-    @property
-    def scores(self) -> list[Score]:
-        """The scores, the most important first."""
-        return [score for conditions, _ in self.inputs.measurements if (score := score_of(conditions)) is not None]
-
-    def of_mechanisms(self) -> list[Measurement]:
-        """Return what is measured of linear attention only: how near each head comes to exact attention, and sizes."""
-
-        def fidelity(model: PreTrainedModel, on_batch: Callable[[int, int], None]) -> Values:
-            return measure_fidelity(model, report_batches(self.inputs.fidelity, on_batch)).values()
-
-        def parameters(model: PreTrainedModel, _: Any) -> Values:
-            return [value("learned_parameters", patch_report(model).parameters)]
-
-        data = {"data": self.inputs.hash, **self.inputs.facts["fidelity"]}
-        conditions = self.exact.conditions
-        return [(conditions("fidelity", settings=data), fidelity), (conditions("parameters"), parameters)]
-
-    def rows(self, study: Study) -> Iterator[tuple[Iterable[Variant], bool]]:
-        """Yield the variants of each row of the summary, and whether they are linear."""
-        for reference in references(self.exact.model):
-            yield [reference], False
-        for name in self.settings.attentions:
-            for seed in self.settings.seeds:
-                yield self.stages(study, name, seed), True
-        for group in self.groups:
-            for variant in checkpoints(self.exact, group):
-                yield [variant], bool(group.layers)
-
-    def stages(self, study: Study, name: str, seed: int) -> Iterator[Variant]:
-        """Yield a mechanism untrained (what it learns is calibrated) and, if it learns, after attention transfer.
-
-        There is nothing if a seed changes nothing.
-        """
-        entry, settings, inputs, exact = ATTENTIONS.get(name), self.settings, self.inputs, self.exact
-        trains, options = entry.learned and settings.steps > 0, seed_options(entry, seed)
-        if not trains and not options and seed != settings.seeds[0]:
-            return
-
-        def start() -> PreTrainedModel:
-            model = patch_model(shared_copy(exact.model), name, **options)
-            if trains:
-                calibrate_untrained(model, inputs.train)
-            return model
-
-        patched = cache(start)
-        first = Variant(name, name, patched, "untrained", seed if trains or options else None, options)
-        yield first
-        if not trains:
-            return
-        transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
-        transfer |= {"data": inputs.hash, "order": settings.seed}
-        after = replace(first, state="transferred", settings={"transfer": transfer})
-        conditions = after.of(exact.conditions("attention_transfer"))
-        trained = cache(lambda: transferred(study, patched(), inputs, settings, conditions, label=name))
-        if study.records.known(conditions, name) is None:
-            trained()
-        yield replace(after, load=trained)
 
 
 def evaluate(
@@ -231,7 +128,7 @@ def evaluate(
     return Evaluation(study.records.to_frame(study.records.used), json_safe(info), study.records)
 
 
-def facts_of(models: Sequence[Evaluated]) -> dict[str, Any]:
+def facts_of(models: Sequence[PreparedModel]) -> dict[str, Any]:
     """Return what a report says of the models, their data and the machine."""
     first = models[0]
     groups = [group for one in models for group in one.groups]
@@ -271,12 +168,26 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
     return evaluation
 
 
-def measure_quality(study: Study, one: Evaluated) -> dict[str, Loader]:
+def of_mechanisms(one: PreparedModel) -> list[Measurement]:
+    """Return what is measured of linear attention only: how near each head comes to exact attention, and sizes."""
+
+    def fidelity(model: PreTrainedModel, on_batch: Callable[[int, int], None]) -> Values:
+        return measure_fidelity(model, report_batches(one.inputs.fidelity, on_batch)).values()
+
+    def parameters(model: PreTrainedModel, _: Any) -> Values:
+        return [value("learned_parameters", patch_report(model).parameters)]
+
+    data = {"data": one.inputs.hash, **one.inputs.facts["fidelity"]}
+    conditions = one.exact.conditions
+    return [(conditions("fidelity", settings=data), fidelity), (conditions("parameters"), parameters)]
+
+
+def measure_quality(study: Study, one: PreparedModel) -> dict[str, Loader]:
     """Measure every variant of a model; return the converted ones, by their label."""
     converted: dict[str, Loader] = {}
-    rows = list(one.rows(study))
+    rows = list(variants_of(one, study))
     every = [*one.inputs.measurements]
-    measurements = {False: every, True: every if one.task else [*every, *one.of_mechanisms()]}
+    measurements = {False: every, True: every if one.task else [*every, *of_mechanisms(one)]}
     task = f"{one.task}: " if one.task else ""
     for number, (variants, linear) in enumerate(rows, start=1):
         texts: dict[str, list[str]] = {score.title: [] for score in one.scores}
@@ -296,88 +207,7 @@ def measure_quality(study: Study, one: Evaluated) -> dict[str, Loader]:
     return converted
 
 
-def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Text | None = None) -> list[Evaluated]:
-    """Load the model, and those of further tasks, with their data; every error of the input is raised here."""
-    for name in config.attention or ():
-        check_mechanism(name)
-    for entry in config.data.task or ():
-        TASKS.get(split_task(entry)[0])
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    labels: dict[str, str] = {}
-    first = _prepare(model, config.for_task(None), labels, tokenizer, text)
-    if not first.settings.attentions and not any(group.layers for group in first.groups):
-        raise ValueError("There is nothing to compare: give --attention or --converted.")
-    for name in first.settings.attentions:
-        options = seed_options(ATTENTIONS.get(name), first.settings.seed)
-        check_fits(first.exact.model, name, "measured", **options)
-    others = config.data.other_tasks.items()
-    return [
-        first,
-        *(_prepare(folder, replace(config.for_task(task), name=None), labels, first=first) for task, folder in others),
-    ]
-
-
-def _prepare(
-    source: Any,
-    config: EvaluateConfig,
-    labels: dict[str, str],
-    tokenizer: Any = None,
-    text: Text | None = None,
-    first: Evaluated | None = None,
-) -> Evaluated:
-    """Load one model with its data. That of a further task has the mechanisms, seeds and steps of the `first`."""
-    task, data = config.data.own_task, config.data.source
-    name, kind, model_config = describe_source(source, task, config.data.dataset)
-    name = config.name or name
-    _check_data(kind, config, name, text)
-    groups = find_checkpoints(config.converted or (), config.baseline or (), model_config, labels)
-    if kind == "classifier":
-        text = None
-    elif text is None:
-        text = read_documents(data)
-    title = task or Path(str(config.data.dataset)).name
-    exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
-    settings = exact.settings(config)
-    if first is not None:
-        settings = replace(settings, **{key: getattr(first.settings, key) for key in ("attentions", "seeds", "steps")})
-        _check_like_first(str(source), task, exact.model, groups, first)
-    inputs = read_inputs(exact, text, data, settings)
-    if config.data.sts is not None:
-        inputs = with_sentence_pairs(inputs, exact, config.data.sts, settings, data.max_eval_samples)
-    if config.recall_lengths:
-        recall = recall_measurement(exact, config.recall_lengths, config.seed)
-        inputs = replace(inputs, measurements=(*inputs.measurements, recall))
-    return Evaluated(exact, inputs, settings, tuple(groups), task or "" if first else "")
-
-
-def _check_like_first(
-    source: str, task: str | None, model: PreTrainedModel, groups: Sequence[CheckpointGroup], first: Evaluated
-) -> None:
-    """Raise a ValueError where the model of a further task is not made as the first one: time is measured on that."""
-    check_same_shape(source, model.config, first.exact.model.config)
-    identities = [group.identity for group in first.groups]
-    for group in groups:
-        if group.layers and group.identity not in identities:
-            problem = f"of the task {task!r}, has layers that no converted checkpoint of MODEL has"
-            remedy = "Give one converted in the same way: --converted FOLDER."
-            raise ValueError(f"{', '.join(group.folders)}, {problem}; time is measured on MODEL. {remedy}")
-
-
-def _check_data(kind: str, config: EvaluateConfig, name: str, text: Text | None) -> None:
-    if kind == "decoder" and config.data.dataset is None and text is None:
-        raise ValueError(f"{name!r} is a causal language model: give a text to measure it on with --data.dataset FILE.")
-    if kind == "classifier" and config.data.own_task is None and config.data.dataset is None:
-        raise ValueError(f"{name!r} is a classifier: give its task (--data.task) or labelled data (--data.dataset).")
-    if kind != "encoder" and config.data.sts is not None:
-        raise OptionError("data.sts", f"needs an encoder without a head; {name!r} is a {kind}. Leave it out.")
-    if kind == "classifier" and config.recall_lengths:
-        raise ValueError(f"recall_lengths are for decoders and for encoders without a head; {name!r} is a classifier.")
-    if kind != "decoder" and (config.context or config.stride):
-        raise ValueError("context and stride are those of a perplexity, and this is no causal language model.")
-
-
-def measure_speed(study: Study, one: Evaluated) -> list[str]:
+def measure_speed(study: Study, one: PreparedModel) -> list[str]:
     """Time all variants of a model at every length; return what was left out, and why.
 
     One record holds all of them: a speedup is always a ratio within the same rounds. Operations are counted for one

@@ -18,7 +18,7 @@ from ..measure.quality import sentence_embeddings
 from ..utils.formatting import format_seconds
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
-from .variants import ExactModel
+from .prepare import ExactModel
 
 if TYPE_CHECKING:
     import pandas

@@ -35,30 +35,24 @@ from ..utils.models import shared_copy
 from ..utils.options import OptionError, make_config
 from ..utils.progress import ConsoleProgress
 from ..utils.timing import is_measurable
-from .inputs import (
-    TRANSFER_SETTINGS,
+from .plan_result import MODEL_KINDS, PAGE, PLAN, PLOT, REPORT, Budget, Candidate, DamageUnit, PlanResult, write_plan
+from .prepare import (
+    ExactModel,
     Inputs,
+    Measurement,
+    check_fits,
+    check_mechanism,
+    describe_source,
     inputs_text,
     read_inputs,
     recall_measurement,
     row_facts,
     score_of,
-    transferred,
-)
-from .plan_result import MODEL_KINDS, PAGE, PLAN, PLOT, REPORT, Budget, Candidate, DamageUnit, PlanResult, write_plan
-from .settings import EvaluateConfig, PlanConfig, Settings
-from .study import RECORDS_FILE, Study, check_study, open_study
-from .variants import (
-    ExactModel,
-    Loader,
-    Measurement,
-    Variant,
-    check_fits,
-    check_mechanism,
-    describe_source,
-    references,
     seed_options,
 )
+from .settings import EvaluateConfig, PlanConfig, Settings
+from .study import RECORDS_FILE, Study, check_study, open_study
+from .variants import TRANSFER_SETTINGS, Loader, Variant, references, transferred
 
 FORMAT_VERSION = 6
 

@@ -16,7 +16,7 @@ from ..utils.environment import json_safe
 from ..utils.files import atomic_write, write_json
 from ..utils.formatting import fixed
 from ..utils.timing import crossover
-from .inputs import inputs_text
+from .prepare import inputs_text
 from .report import STYLE, new_figure, page_template, png
 
 if TYPE_CHECKING:

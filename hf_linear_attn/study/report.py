@@ -15,7 +15,7 @@ from ..utils.extras import require_packages
 from ..utils.files import atomic_write
 from ..utils.formatting import format_bytes, format_seconds
 from ..utils.timing import is_measurable
-from .inputs import inputs_text
+from .prepare import inputs_text
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hf_linear_attn import evaluate
 from hf_linear_attn.data.text import packed_rows, padded_batches, read_text, text_rows
 from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
-from hf_linear_attn.study.inputs import text_inputs
+from hf_linear_attn.study.prepare import CheckpointGroup, ExactModel, text_inputs
 from hf_linear_attn.study.results import Evaluation
 from hf_linear_attn.study.settings import (
     DECODER_ATTENTIONS,
@@ -29,7 +29,7 @@ from hf_linear_attn.study.settings import (
     with_options,
 )
 from hf_linear_attn.study.study import RECORDS_FILE, Records
-from hf_linear_attn.study.variants import CheckpointGroup, ExactModel, timed_variants
+from hf_linear_attn.study.variants import timed_variants
 from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
@@ -222,7 +222,7 @@ def test_an_interrupted_run_continues(
     assert saved
     with pytest.raises(ValueError, match=r"earlier result: continue it \(--resume\), replace it \(--overwrite\)"):
         run(folder / "gpt2", **options)
-    monkeypatch.setattr("hf_linear_attn.study.inputs.transfer_attention", interrupt)
+    monkeypatch.setattr("hf_linear_attn.study.variants.transfer_attention", interrupt)
     run(folder / "gpt2", **options, resume=True)
     after = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved.items() <= after.items()

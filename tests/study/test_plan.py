@@ -24,9 +24,9 @@ from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.data.text import hold_out
 from hf_linear_attn.measure.quality import Assessment, assess
 from hf_linear_attn.study import settings
-from hf_linear_attn.study.inputs import split_halves
 from hf_linear_attn.study.plan import plan
 from hf_linear_attn.study.plan_result import PlanResult
+from hf_linear_attn.study.prepare import split_halves
 from hf_linear_attn.study.settings import PlanConfig, PlanTimingConfig
 from hf_linear_attn.study.study import RECORDS_FILE, Records
 from hf_linear_attn.study.variants import Variant
@@ -160,7 +160,7 @@ def test_a_stopped_run_is_resumed(
     assert not (tmp_path / "plan.json").exists()
     monkeypatch.setattr(Variant, "_measured", original)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_linear_attn.study.inputs.transfer_attention", lambda *_, **__: pytest.fail("trained"))
+        patch.setattr("hf_linear_attn.study.variants.transfer_attention", lambda *_, **__: pytest.fail("trained"))
         result = run(folder, "gpt2", tmp_path, resume=True)
     assert report_of(tmp_path)["resumed"]
     assert without_times(result) == without_times(finished[1])

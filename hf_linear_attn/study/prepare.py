@@ -1,0 +1,641 @@
+"""A model with its data, as a study measures it: loaded, checked and encoded before anything is measured."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from ..checkpoints import load_pretrained, read_config, read_tokenizer
+from ..data.config import DataConfig
+from ..data.files import TEXT_FORMATS, file_suffix
+from ..data.task_data import load_task_data, read_documents
+from ..data.tasks import METRICS, TASKS, load_task
+from ..data.text import (
+    Text,
+    cut_text,
+    encode_text,
+    evenly_spread,
+    packed_rows,
+    pad_token,
+    padded_batches,
+    rows_text,
+    text_rows,
+)
+from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..integration.positions import has_position_table
+from ..measure.quality import (
+    PERPLEXITY,
+    SENTENCE_EMBEDDINGS,
+    SENTENCE_PAIRS,
+    Score,
+    classification_metric,
+    embedding_metric,
+    perplexity_metric,
+    sentence_pair_metric,
+)
+from ..measure.recall import RECALL, recall_metric, recall_settings
+from ..measure.speed import timing_options
+from ..measure.values import Metric
+from ..mechanisms.softmax import EXACT
+from ..ops.backends import get_backend
+from ..ops.native.backend import unavailable_reason
+from ..patching import CONFIG_FIELD, is_patched, patch_model
+from ..registry import ATTENTIONS, AttentionEntry
+from ..utils.environment import environment
+from ..utils.gguf import dequantized, split_source
+from ..utils.models import quiet_transformers, shared_copy, torch_device
+from ..utils.options import OptionError
+from ..utils.sources import loading_errors
+from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, Settings, resolve_settings, split_task
+from .study import Conditions
+
+#: Kinds of models, and the auto class of each.
+KINDS = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "classifier": "AutoModelForSequenceClassification"}
+
+Batch = dict[str, Tensor]
+
+Measurement = tuple[Conditions, Metric]
+"""What is measured of each variant of a model; the conditions lack what the variant adds (see `Variant.of`)."""
+
+#: Where an evaluation measures; a plan has two parts instead, to choose on and to verify with.
+HELD_OUT = ("held_out",)
+
+SCORES = {score.measurement: score for score in (PERPLEXITY, SENTENCE_EMBEDDINGS, SENTENCE_PAIRS, RECALL)}
+
+
+@dataclass(frozen=True)
+class ExactModel:
+    """The model that mechanisms are compared with, in evaluation mode."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    kind: str  # `decoder`, `encoder` or `classifier`
+    name: str  # in reports
+    fingerprint: str  # a hash of its weights
+    device: Mapping[str, Any]  # with `versions` a part of the conditions of its measurements
+    versions: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, source: Any, kind: str, name: str, tokenizer: Any, device: str, task: str) -> ExactModel:
+        """Read the weights and, where none is given, the tokenizer (see `load_exact`)."""
+        tokenizer = tokenizer or read_tokenizer(str(getattr(source, "name_or_path", source)))
+        return cls.of(load_exact(source, kind, torch_device(device), task=task), tokenizer, kind, name)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: Any, kind: str, name: str) -> ExactModel:
+        """Describe a loaded model on its device."""
+        state = environment(model.device)
+        device = {key: state["hardware"][key] for key in ("device", "cpu", "threads")}
+        backend = get_backend()
+        if backend == "auto":  # the one that serves kernelized attention where it can; some calls fall back to torch
+            backend = "native" if model.device.type == "cpu" and unavailable_reason() is None else "torch"
+        device.update(dtype=dtype_name(model), backend=backend)
+        return cls(model.eval(), tokenizer, kind, name, weights_fingerprint(model), device, state["versions"])
+
+    @property
+    def implementation(self) -> str:
+        """The exact attention implementation, such as `sdpa`: the baseline of all speedups."""
+        return str(self.model.config._attn_implementation)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest input in tokens, or None."""
+        return longest_input(self.model)
+
+    def settings(self, config: EvaluateConfig) -> Settings:
+        """Return how much is measured (see `resolve_settings`)."""
+        table = has_position_table(self.model)
+        return resolve_settings(config, self.kind, self.positions, dtype_name(self.model), table=table)
+
+    def cast(self, dtype: str | None) -> ExactModel:
+        """Return a copy in another precision; the same object if that is its own (or None)."""
+        if dtype in (None, self.device["dtype"]):
+            return self
+        model: Any = copy.deepcopy(self.model)
+        return replace(self, model=model.to(getattr(torch, str(dtype))), device={**self.device, "dtype": dtype})
+
+    def conditions(self, measurement: str, **parts: Any) -> Conditions:
+        """Return the conditions of a measurement of this model, on its device."""
+        surroundings = {"device": self.device, "versions": self.versions}
+        return Conditions(self.name, self.fingerprint, measurement=measurement, **{**surroundings, **parts})
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a report says about the model."""
+        layers = self_attention(self.model)
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "class": type(self.model).__name__,
+            "layers": len(layers),
+            "heads": attention_shape(layers[0], 0, None).num_heads,
+            "parameters": self.model.num_parameters(),
+            "dtype": dtype_name(self.model),
+            "attention": self.implementation,
+            "positions": self.positions,
+        }
+
+
+def dtype_name(model: PreTrainedModel) -> str:
+    """Return the name of the model's precision, such as `float32`."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def check_fits(model: PreTrainedModel, name: str, purpose: str, **options: Any) -> PreTrainedModel:
+    """Return a patched copy with shared weights; a ValueError that names the purpose if the mechanism does not fit."""
+    try:
+        return patch_model(shared_copy(model), name, **options)
+    except NotImplementedError as error:
+        raise ValueError(f"{name!r} cannot be {purpose} on this model: {error}") from error
+
+
+def check_mechanism(name: str) -> None:
+    """Raise a ValueError for an unknown mechanism, and for exact attention, which others are compared with."""
+    ATTENTIONS.get(name)
+    if name == EXACT:
+        raise ValueError(f"attention {name!r} is the exact attention, which is always measured. Name another one.")
+
+
+def seed_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
+    """Return the mechanism's seed option, or nothing where it has none."""
+    return {"seed": seed} if any(field.name == "seed" for field in fields(entry.options)) else {}
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Return the SHA-256 over the names, shapes and values of all weights."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        values = tensor.detach().reshape(-1).cpu()
+        digest.update(values.view(torch.uint8).numpy().data if values.numel() else b"")
+    return digest.hexdigest()
+
+
+def describe_source(source: Any, task: str | None, dataset: str | None = None) -> tuple[str, str, Any]:
+    """Return the name, the kind and the config of an unpatched checkpoint, or of a loaded model.
+
+    A checkpoint is a classifier with a task, or where it has the head of one, with a data set that is no plain text.
+
+    Raises:
+        OSError: It cannot be loaded.
+        ValueError: It is patched already, or an encoder-decoder; or the attention of a loaded model cannot be replaced.
+    """
+    if isinstance(source, PreTrainedModel):
+        class_name = type(source).__name__
+        name, kind = Path(source.name_or_path or "").name or class_name, "classifier"
+        if not class_name.endswith("ForSequenceClassification"):
+            is_decoder(source.config)  # raises for an encoder-decoder
+            kind = "decoder" if class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "encoder"
+        check_exact(source, name, kind)
+        return name, kind, source.config
+    config = read_config(source)
+    if getattr(config, CONFIG_FIELD, None) is not None:
+        raise ValueError(f"{source!r} is patched already. Give the model as it was before.")
+    name = Path(source).resolve().name if Path(source).exists() else source
+    has_head = any("ForSequenceClassification" in one for one in config.architectures or ())
+    has_labels = dataset not in (None, PYTHON_DOCUMENTATION) and file_suffix(Path(str(dataset))) not in TEXT_FORMATS
+    if task is not None or (has_head and has_labels):
+        return name, "classifier", config
+    return name, "decoder" if is_decoder(config) else "encoder", config
+
+
+def load_exact(source: Any, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:
+    """Load a model with exact attention, unless it is loaded; messages name the task of a classifier.
+
+    Raises:
+        OSError: It cannot be loaded.
+        ValueError: Weights are missing, or its attention cannot be replaced.
+    """
+    if isinstance(source, PreTrainedModel):
+        return source
+    auto_class = getattr(transformers, KINDS[kind])
+    precision = {"dtype": torch.float32} if kind == "classifier" else {}
+    with loading_errors(f"The model {source!r}"), quiet_transformers():
+        folder, gguf_file = split_source(source)
+        model, info = auto_class.from_pretrained(folder, output_loading_info=True, **precision, **gguf_file)
+    missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+    if missing:
+        remedy = "Give a complete checkpoint"
+        if kind == "classifier" and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+            remedy = f"It has no head for the task {task!r}: run `hf-linear-attn finetune {source} --data.task {task}`"
+        raise ValueError(f"{source!r} lacks weights ({missing[0]}, …). {remedy}.")
+    check_exact(dequantized(model), source, kind)
+    return model.eval().to(device)
+
+
+def check_exact(model: PreTrainedModel, source: str, kind: str) -> None:
+    """Raise a ValueError if a model is patched, or if its attention cannot be replaced or does not fit its kind."""
+    if is_patched(model):
+        raise ValueError(f"{source!r} is patched already. Give the model as it was before.")
+    try:
+        layers = self_attention(model)
+    except NotImplementedError as error:
+        raise ValueError(str(error)) from error
+    if kind != "classifier" and any(layer.causal is not (kind == "decoder") for layer in layers):
+        direction = "causal" if kind == "decoder" else "bidirectional"
+        raise ValueError(f"{source!r} is taken as {direction}, but not all of its attention is. Give another model.")
+
+
+def is_decoder(config: Any) -> bool:
+    """Return whether a checkpoint is a causal language model, from the class it was saved from.
+
+    Raises:
+        ValueError: It is an encoder-decoder model.
+    """
+    if config.is_encoder_decoder:
+        problem = "is an encoder-decoder, which is not evaluated here (patch_model serves it)"
+        remedy = "Give an encoder (BERT, RoBERTa, …) or a decoder (GPT-2, Llama, …)."
+        raise ValueError(f"Model type {config.model_type!r} {problem}. {remedy}")
+    architecture = (config.architectures or [""])[0]
+    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+        return not masked or bool(config.is_decoder)
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked
+
+
+@dataclass(frozen=True)
+class CheckpointGroup:
+    """Checkpoints that differ in their weights and seeds only: converted ones, or tuned ones with exact attention."""
+
+    attention: str  # the mechanism of most layers (`softmax` for exact attention)
+    layers: Mapping[str, Any]  # the config of each patched layer; empty for exact attention
+    folders: Mapping[str, str]  # with the fingerprint of each
+    label: str = ""  # which no other group has
+
+    @property
+    def state(self) -> str:
+        return "converted" if self.layers else "tuned"
+
+    @property
+    def identity(self) -> str:
+        """A text that is equal for groups which differ in weights and seeds only."""
+        layers = {
+            index: {**layer, "options": {name: item for name, item in layer["options"].items() if name != "seed"}}
+            for index, layer in self.layers.items()
+        }
+        return json.dumps(layers, sort_keys=True, default=str)
+
+    def sized(self, *longest: Any) -> CheckpointGroup:
+        """Return the group as it is timed with inputs up to a length (the last arguments of `timing_options`)."""
+        layers = {
+            index: {**layer, "options": timing_options(ATTENTIONS.get(layer["attention"]), layer["options"], *longest)}
+            for index, layer in self.layers.items()
+        }
+        return replace(self, layers=layers)
+
+    def load(self, folder: str, kind: str, device: torch.device) -> PreTrainedModel:
+        """Read the weights of one of the checkpoints."""
+        auto_class = getattr(transformers, KINDS[kind])
+        with quiet_transformers():
+            model = load_pretrained(folder, auto_class) if self.layers else auto_class.from_pretrained(folder)
+        return model.eval().to(device)
+
+
+def find_checkpoints(
+    converted: Sequence[str], baseline: Sequence[str], exact_config: Any, labels: dict[str, str]
+) -> list[CheckpointGroup]:
+    """Group checkpoints, tuned ones with exact attention first, by their layers. Weights are not loaded yet.
+
+    Groups of equal identity have equal `labels`, such as "hedgehog (converted)"; those of new ones are added.
+
+    Raises:
+        ValueError, OSError: A folder is missing, no checkpoint, of the wrong kind, or of another architecture than the
+            exact model's config.
+    """
+    groups: dict[str, CheckpointGroup] = {}
+    for folder in (*baseline, *converted):
+        with loading_errors(f"The checkpoint {folder!r}"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        saved = getattr(config, CONFIG_FIELD, None)
+        if folder in baseline and saved is not None:
+            raise ValueError(f"{folder!r} is patched; a baseline has exact attention. Give it with --converted.")
+        if folder in converted and saved is None:
+            raise ValueError(f"{folder!r} has exact attention: nothing was converted. Give it with --baseline.")
+        check_same_shape(folder, config, exact_config)
+        layers = {} if saved is None else {str(index): layer for index, layer in saved["layers"].items()}
+        names = [layer["attention"] for layer in layers.values()] or [EXACT]
+        group = CheckpointGroup(max(dict.fromkeys(names), key=names.count), layers, {})
+        known = groups.get(group.identity, group)
+        groups[group.identity] = replace(known, folders={**known.folders, folder: folder_fingerprint(Path(folder))})
+    for group in groups.values():
+        base = f"{group.attention} ({group.state})"
+        numbered = itertools.chain([base], (f"{base} {number}" for number in itertools.count(2)))
+        labels.setdefault(group.identity, next(label for label in numbered if label not in labels.values()))
+    return [replace(group, label=labels[group.identity]) for group in groups.values()]
+
+
+def check_same_shape(folder: str, config: Any, exact_config: Any) -> None:
+    """Raise a ValueError if a checkpoint does not have the shape of the exact model."""
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        own, expected = getattr(config, name, None), getattr(exact_config, name, None)
+        if own != expected:
+            raise ValueError(f"{folder!r} was not made from this model: its {name} is {own!r}, not {expected!r}.")
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Return the SHA-256 over a checkpoint's config and weights. Raises a ValueError if it has no weights."""
+    digest = hashlib.sha256()
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"{str(folder)!r} has no weights (*.safetensors). Give a complete checkpoint.")
+    for path in (folder / "config.json", *weights):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Batches of one text or task for one model, and what is measured on the held-out part."""
+
+    train: list[Batch]  # for attention transfer
+    validation: list[Batch]  # choose the best step of a transfer, and are not trained on
+    fidelity: list[Batch]  # a part of the held-out data
+    tokens: list[int]  # that inputs for timing are made from
+    hash: str  # identifies the data
+    facts: dict[str, Any]  # what reports say about the data: source, sizes, measured lengths of the inputs
+    measurements: tuple[Measurement, ...]  # one for each part of the held-out data
+
+
+def score_of(conditions: Conditions) -> Score | None:
+    """Return the score of a measurement; None for one that is only informative."""
+    if conditions.measurement != "task":
+        return SCORES.get(conditions.measurement)
+    metric = conditions.settings["metrics"][0]
+    higher = METRICS.get(metric).higher_is_better if metric in METRICS else True
+    return Score("task", "score", f"{conditions.task} {metric}".strip(), higher, task=conditions.task)
+
+
+def read_inputs(
+    exact: ExactModel, text: Text | None, data: DataConfig, settings: Settings, parts: Sequence[str] = HELD_OUT
+) -> Inputs:
+    """Return the batches of a text, or without one of the labelled data. It raises as `text_inputs`, `task_inputs`."""
+    if text is None:
+        return task_inputs(exact, data, settings, parts)
+    return text_inputs(exact, text, settings, parts)
+
+
+def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequence[str] = HELD_OUT) -> Inputs:
+    """Cut a text into batches of rows (see `text_rows`); measured are the perplexity or the embeddings of each part.
+
+    Raises:
+        ValueError: It is too short.
+    """
+    tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", settings.sequence_length
+    counts = ((text.train, settings.train_sequences), (text.validation, settings.test_sequences))
+    train, test = (
+        [{"input_ids": ids} for ids in text_rows(tokenizer, part, length, count, causal=causal)]
+        for part, count in counts
+    )
+
+    def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
+        return padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))
+
+    inputs = _split(train, test, batches, settings, text.source, text.sha256)
+    inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)
+    split = [text.validation] if len(parts) == 1 else split_halves(text.validation)
+    measurements = []
+    for name, documents in zip(parts, split, strict=True):
+        windows = {"context": settings.context, "stride": settings.stride} if causal else {}
+        if causal:
+            rows = packed_rows(tokenizer, documents, settings.perplexity_tokens)[:1]
+            metric = perplexity_metric(rows, **windows, batch_size=settings.batch_size, exact=exact.model)
+        else:
+            rows = text_rows(tokenizer, documents, length, settings.test_sequences, causal=False)
+            metric = embedding_metric(exact.model, padded_batches(rows, settings.batch_size, pad_token(tokenizer)))
+        facts = row_facts(map(len, rows))
+        if facts["tokens"] < 2:
+            raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
+        inputs.facts.setdefault(name, facts)
+        conditions = {"data": inputs.hash, "part": name, **facts, **windows}
+        measurement = "perplexity" if causal else "sentence_embeddings"
+        measurements.append((exact.conditions(measurement, settings=conditions), metric))
+    return replace(inputs, measurements=tuple(measurements))
+
+
+def task_inputs(exact: ExactModel, data: DataConfig, settings: Settings, parts: Sequence[str] = HELD_OUT) -> Inputs:
+    """Encode labelled data: train rows for the transfer (without labels), validation rows to measure on.
+
+    With several parts the validation rows are dealt out to them; with one, each validation set is measured by itself.
+
+    Raises:
+        ValueError: The model was trained with other labels, or there are too few rows.
+        OSError, ImportError: As `load_task_data`.
+    """
+    count = settings.train_sequences + settings.validation_sequences
+    limited = replace(data, max_length=settings.sequence_length, max_train_samples=data.max_train_samples or count)
+    task = load_task_data("classification", exact.tokenizer, limited, settings.seed)
+    task.check_labels(exact.model.config, "The model")
+    train = list(task.train)
+    labeled = {f"_{name}" if name else "": list(part) for name, part in task.validation.items()}
+    rows = [row for part in labeled.values() for row in part]
+
+    def batches(rows: Sequence[Mapping[str, Any]], *, labels: bool = False) -> list[Batch]:
+        rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
+        size = settings.batch_size
+        return [dict(task.collator(rows[start : start + size])) for start in range(0, len(rows), size)]
+
+    source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
+    digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
+    inputs = _split(train, rows, batches, settings, f"the validation data of {source}", digest)
+    measurements = []
+    for number, name in enumerate(parts):
+        sets = labeled if len(parts) == 1 else {"": rows[number :: len(parts)]}
+        inputs.facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
+        labeled_batches = {suffix: batches(part, labels=True) for suffix, part in sets.items()}
+        metric = classification_metric(exact.model, labeled_batches, task.metric_names, regression=task.labels is None)
+        conditions = exact.conditions(
+            "task",
+            task=data.task or Path(str(data.dataset)).name,
+            settings={"data": digest, "part": name, **inputs.facts[name], "metrics": list(task.metric_names)},
+        )
+        measurements.append((conditions, metric))
+    return replace(inputs, measurements=tuple(measurements))
+
+
+def _split(
+    train: list[Any],
+    test: Sequence[Mapping[str, Any]],
+    batches: Callable[[Sequence[Mapping[str, Any]]], list[Batch]],
+    settings: Settings,
+    source: str,
+    digest: str,
+) -> Inputs:
+    """Split the training rows, draw those for the fidelity, and describe all of them."""
+    if len(train) < 4 or len(test) < 2:
+        counts = f"{len(train)} inputs to train on and {len(test)} to measure on"
+        raise ValueError(f"{source} gives {counts}; 4 and 2 are needed. Give more data.")
+    random.Random(settings.seed).shuffle(train)
+    count = max(1, min(settings.validation_sequences, len(train) // 4))
+    parts = {"train": train[count:], "held_out": test}
+    parts["fidelity"] = evenly_spread(test, settings.fidelity_sequences)
+    lengths = {name: row_facts(len(row["input_ids"]) for row in rows) for name, rows in parts.items()}
+    return Inputs(
+        train=batches(train[count:]),
+        validation=batches(train[:count]),
+        fidelity=batches(parts["fidelity"]),
+        tokens=[token for row in test[:256] for token in row["input_ids"]],
+        hash=digest,
+        facts={"source": source, "rows": "one row for each example", **lengths},
+        measurements=(),
+    )
+
+
+def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> Measurement:
+    """Return the recall at lengths. Raises a ValueError as `recall_metric`, before anything is measured."""
+    settings = {**recall_settings(exact.model), "lengths": list(lengths), "seed": seed}
+    return exact.conditions("recall", settings=settings), recall_metric(
+        exact.model, exact.tokenizer, lengths, seed=seed
+    )
+
+
+def with_sentence_pairs(
+    inputs: Inputs, exact: ExactModel, folder: str, settings: Settings, max_rows: int | None
+) -> Inputs:
+    """Measure first how embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
+
+    Raises:
+        ValueError, OSError, ImportError: As `load_task`.
+    """
+    rows = list(load_task("stsb", folder=folder)["validation"])
+    rows = rows if max_rows is None else evenly_spread(rows, max_rows)
+    texts = [row[column] for column in ("sentence1", "sentence2") for row in rows]
+    tokenizer, length = exact.tokenizer, settings.sequence_length
+    ids = [encode_text(tokenizer, text, add_special_tokens=True) for text in texts]
+    ids = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in ids]
+    options: dict[str, Any] = {"batch_size": max(settings.batch_size, 16), "pad": pad_token(tokenizer)}
+    metric = sentence_pair_metric(ids, [float(row["label"]) for row in rows], **options)
+    digest = hashlib.sha256(repr([(row["sentence1"], row["sentence2"], row["label"]) for row in rows]).encode())
+    conditions = exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)})
+    facts = {**inputs.facts, "sentence_pairs": f"STS-B validation, {Path(folder).name}"}
+    return replace(inputs, measurements=((conditions, metric), *inputs.measurements), facts=facts)
+
+
+def split_halves(documents: Sequence[str]) -> list[Sequence[str]]:
+    """Split into every second document and the others; a single document into its first and second half."""
+    if len(documents) > 1:
+        return [documents[::2], documents[1::2]]
+    return [[half] for half in cut_text(documents[0], 0.5)]
+
+
+def row_facts(lengths: Any) -> dict[str, int]:
+    """Return the number of rows, their tokens, and the median and largest length: what the inputs really were."""
+    lengths = list(lengths)
+    median = round(statistics.median(lengths)) if lengths else 0
+    return {"sequences": len(lengths), "tokens": sum(lengths), "median": median, "longest": max(lengths, default=0)}
+
+
+def inputs_text(facts: Mapping[str, int]) -> str:
+    """Return what `row_facts` says as text."""
+    lengths = f"median {facts['median']:,}, longest {facts['longest']:,}"
+    return f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens ({lengths})"
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """One model with its data, and what is measured of it."""
+
+    exact: ExactModel
+    inputs: Inputs
+    settings: Settings
+    groups: tuple[CheckpointGroup, ...]  # checkpoints
+    task: str = ""  # a further task that this model is for; only its scores are measured then
+
+    @property
+    def scores(self) -> list[Score]:
+        """The scores, the most important first."""
+        return [score for conditions, _ in self.inputs.measurements if (score := score_of(conditions)) is not None]
+
+
+def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Text | None = None) -> list[PreparedModel]:
+    """Load the model, and those of further tasks, with their data; every error of the input is raised here."""
+    for name in config.attention or ():
+        check_mechanism(name)
+    for entry in config.data.task or ():
+        TASKS.get(split_task(entry)[0])
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    labels: dict[str, str] = {}
+    first = _prepare(model, config.for_task(None), labels, tokenizer, text)
+    if not first.settings.attentions and not any(group.layers for group in first.groups):
+        raise ValueError("There is nothing to compare: give --attention or --converted.")
+    for name in first.settings.attentions:
+        options = seed_options(ATTENTIONS.get(name), first.settings.seed)
+        check_fits(first.exact.model, name, "measured", **options)
+    others = config.data.other_tasks.items()
+    return [
+        first,
+        *(_prepare(folder, replace(config.for_task(task), name=None), labels, first=first) for task, folder in others),
+    ]
+
+
+def _prepare(
+    source: Any,
+    config: EvaluateConfig,
+    labels: dict[str, str],
+    tokenizer: Any = None,
+    text: Text | None = None,
+    first: PreparedModel | None = None,
+) -> PreparedModel:
+    """Load one model with its data. That of a further task has the mechanisms, seeds and steps of the `first`."""
+    task, data = config.data.own_task, config.data.source
+    name, kind, model_config = describe_source(source, task, config.data.dataset)
+    name = config.name or name
+    _check_data(kind, config, name, text)
+    groups = find_checkpoints(config.converted or (), config.baseline or (), model_config, labels)
+    if kind == "classifier":
+        text = None
+    elif text is None:
+        text = read_documents(data)
+    title = task or Path(str(config.data.dataset)).name
+    exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
+    settings = exact.settings(config)
+    if first is not None:
+        settings = replace(settings, **{key: getattr(first.settings, key) for key in ("attentions", "seeds", "steps")})
+        _check_like_first(str(source), task, exact.model, groups, first)
+    inputs = read_inputs(exact, text, data, settings)
+    if config.data.sts is not None:
+        inputs = with_sentence_pairs(inputs, exact, config.data.sts, settings, data.max_eval_samples)
+    if config.recall_lengths:
+        recall = recall_measurement(exact, config.recall_lengths, config.seed)
+        inputs = replace(inputs, measurements=(*inputs.measurements, recall))
+    return PreparedModel(exact, inputs, settings, tuple(groups), task or "" if first else "")
+
+
+def _check_like_first(
+    source: str, task: str | None, model: PreTrainedModel, groups: Sequence[CheckpointGroup], first: PreparedModel
+) -> None:
+    """Raise a ValueError where the model of a further task is not made as the first one: time is measured on that."""
+    check_same_shape(source, model.config, first.exact.model.config)
+    identities = [group.identity for group in first.groups]
+    for group in groups:
+        if group.layers and group.identity not in identities:
+            problem = f"of the task {task!r}, has layers that no converted checkpoint of MODEL has"
+            remedy = "Give one converted in the same way: --converted FOLDER."
+            raise ValueError(f"{', '.join(group.folders)}, {problem}; time is measured on MODEL. {remedy}")
+
+
+def _check_data(kind: str, config: EvaluateConfig, name: str, text: Text | None) -> None:
+    if kind == "decoder" and config.data.dataset is None and text is None:
+        raise ValueError(f"{name!r} is a causal language model: give a text to measure it on with --data.dataset FILE.")
+    if kind == "classifier" and config.data.own_task is None and config.data.dataset is None:
+        raise ValueError(f"{name!r} is a classifier: give its task (--data.task) or labelled data (--data.dataset).")
+    if kind != "encoder" and config.data.sts is not None:
+        raise OptionError("data.sts", f"needs an encoder without a head; {name!r} is a {kind}. Leave it out.")
+    if kind == "classifier" and config.recall_lengths:
+        raise ValueError(f"recall_lengths are for decoders and for encoders without a head; {name!r} is a classifier.")
+    if kind != "decoder" and (config.context or config.stride):
+        raise ValueError("context and stride are those of a perplexity, and this is no causal language model.")
