@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,48 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.fl
     assert actual.shape == expected.shape
     error, limit = relative_error(actual, expected), TOLERANCE[dtype] * factor
     assert error <= limit, f"relative error {error:.2e} exceeds {limit:.2e}"
+
+
+def weighted_sum(x: Tensor) -> Tensor:
+    """A sum with another weight for each entry, so that no two gradients cancel."""
+    return (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum()
+
+
+def assert_same_function(
+    out: Tensor,
+    expected: Tensor,
+    leaves: Sequence[Tensor],
+    mask: Tensor | None = None,
+    *,
+    factor: float = 1.0,
+    gradient_factor: float = GRADIENT_FACTOR,
+    floor: float = 1e-6,
+) -> None:
+    """Compare outputs `[B, H, L, e]` in float64 at the tokens of a mask `[B, L]`, and the gradients of both.
+
+    A gradient may be zero but for rounding: `floor` is the least size that errors are relative to.
+    """
+    if mask is not None:
+        out, expected = (x.transpose(1, 2)[mask] for x in (out, expected))
+    assert_close(out, expected, torch.float64, factor)
+    least = torch.full((1,), floor, dtype=torch.float64)
+    pairs = (torch.autograd.grad(weighted_sum(x), leaves) for x in (out, expected))
+    for own, true in zip(*pairs, strict=True):
+        assert_close(*(torch.cat([x.flatten(), least]) for x in (own, true)), torch.float64, gradient_factor)
+
+
+def in_pieces(
+    call: Callable[..., tuple[Tensor, Any]], tensors: Iterable[Tensor], mask: Tensor | None, sizes: Iterable[int]
+) -> tuple[Tensor, Any]:
+    """Run `call(q, k, v, mask=…, state=…)` on consecutive pieces; return the joined outputs and the last state."""
+    outs, state, start, tensors = [], None, 0, list(tensors)
+    for size in sizes:
+        now = slice(start, start + size)
+        part = None if mask is None else mask[:, now]
+        out, state = call(*(x[:, :, now] for x in tensors), mask=part, state=state)
+        outs.append(out)
+        start += size
+    return torch.cat(outs, dim=2), state
 
 
 def config_dict(model: PreTrainedModel) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import common
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.comparing import GRADIENT_FACTOR, assert_close, in_pieces, weighted_sum
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 from tests.reference import naive_feature_maps as definitions
@@ -136,8 +137,7 @@ def definition(case: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, *, causa
 
 
 def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return torch.autograd.grad((out * cotangent).sum(), leaves)
+    return torch.autograd.grad(weighted_sum(out), leaves)
 
 
 @both_directions
@@ -200,13 +200,8 @@ def test_split_and_resume(case, splits):
     module, inputs = build(case), qkv(sum(splits))
     mask = torch.rand(2, sum(splits), generator=torch.Generator().manual_seed(0)) < 0.8
     whole, end = run(module, *inputs, causal=True, mask=mask)
-    state, start, parts = None, 0, []
-    for size in splits:
-        part = slice(start, start + size)
-        out, state = run(module, *(x[:, :, part] for x in inputs), causal=True, mask=mask[:, part], state=state)
-        parts.append(out)
-        start += size
-    assert_close(torch.cat(parts, dim=2), whole)
+    out, state = in_pieces(partial(run, module, causal=True), inputs, mask, splits)
+    assert_close(out, whole)
     assert set(state) == set(end)
     for key, tensor in end.items():
         assert_close(state[key].clamp(min=-1e30), tensor.clamp(min=-1e30))

@@ -11,7 +11,7 @@ from hf_linear_attn.integration.discovery import self_attention
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
 from hf_linear_attn.registry import ATTENTIONS
 from tests.cases import every_pair
-from tests.comparing import GRADIENT_FACTOR, TOLERANCE, assert_close, logits, relative_error
+from tests.comparing import GRADIENT_FACTOR, TOLERANCE, assert_close, logits, relative_error, weighted_sum
 from tests.inputs import padded_batch, token_ids
 from tests.small import patched, randomize_learned, small_options
 from tests.tiny_models import DECODERS
@@ -20,8 +20,7 @@ from tests.tiny_models import DECODERS
 def gradients(model, **inputs):
     """Gradients of a loss that reaches every parameter, by name."""
     model.zero_grad()
-    out = model(**inputs).logits
-    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    weighted_sum(model(**inputs).logits).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

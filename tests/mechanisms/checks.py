@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.autograd import gradcheck
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.comparing import GRADIENT_FACTOR, assert_close, in_pieces, weighted_sum
 from tests.inputs import padding_mask, qkv
 
 SCALING = 0.4
@@ -96,9 +97,8 @@ def check_gradients(module: Any, definition: Definition, length: int, mask: Tens
 
     def gradients(owner: Any, compute: Callable[..., Tensor], leaves: list[Tensor]) -> Any:
         out = compute(*leaves)
-        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        weight = weight if mask is None else weight * mask[:, None, :, None]
-        return torch.autograd.grad((out * weight).sum(), [*leaves, *owner.parameters()])
+        out = out if mask is None else out * mask[:, None, :, None]
+        return torch.autograd.grad(weighted_sum(out), [*leaves, *owner.parameters()])
 
     actual = gradients(module, lambda *x: run(module, *x, mask=mask)[0], [x.clone().requires_grad_() for x in inputs])
     expected = gradients(
@@ -145,14 +145,9 @@ def check_pieces(module: Any, sizes: list[int]) -> Any:
     total = sum(sizes)
     inputs, mask = qkv(total), padding_mask([total, total // 3], total, "left")
     whole, after = run(module, *inputs, mask=mask)
-    state, outputs, start = None, [], 0
-    for size in sizes:
-        now = slice(start, start + size)
-        out, state = run(module, *(x[:, :, now] for x in inputs), mask=mask[:, now], state=state)
-        outputs.append(out)
-        start += size
+    out, state = in_pieces(partial(run, module), inputs, mask, sizes)
     real = mask[:, None, :, None].expand(whole.shape)
-    assert_close(torch.cat(outputs, dim=2)[real], whole[real])
+    assert_close(out[real], whole[real])
     assert set(state) == set(after)
     for name, tensor in after.items():
         assert_close(state[name], tensor)

@@ -1,5 +1,7 @@
 """What every mechanism owes by itself, apart from any model: states, splits, weights, gradients, causality."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
 from tests.cases import entries, every_direction, every_feature_map, every_mechanism
-from tests.comparing import assert_close
+from tests.comparing import assert_close, in_pieces, weighted_sum
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 from tests.small import mechanism
@@ -41,8 +43,7 @@ def test_single_precision_matches_double_in_outputs_and_gradients(name, causal):
         leaves = [x.clone().requires_grad_() for x in inputs]
         # Outputs of padding mean nothing, and backends differ there.
         out = run(module, *leaves, causal=causal, mask=mask)[0] * mask[:, None, :, None]
-        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        return [out, *torch.autograd.grad((out * cotangent).sum(), [*leaves, *module.parameters()])]
+        return [out, *torch.autograd.grad(weighted_sum(out), [*leaves, *module.parameters()])]
 
     actual = compute(single, inputs)
     expected = compute(single.double(), [x.double() for x in inputs])
@@ -198,15 +199,9 @@ def test_any_split_equals_the_whole(name, splits, padding, repeats):
     module, inputs = mechanism(name, True, heads=2 * repeats), qkv(length, heads=2 * repeats)
     mask = padding_mask([length, max(length - padding, 1)], length, "left")
     whole, _ = run(module, *inputs, causal=True, mask=mask)
-    state, start, parts = None, 0, []
-    for size in splits:
-        now = slice(start, start + size)
-        new = [x[:, :, now] for x in inputs]
-        out, state = run(module, *new, causal=True, mask=mask[:, now], state=state, return_state=True)
-        parts.append(out)
-        start += size
+    out, _ = in_pieces(partial(run, module, causal=True, return_state=True), inputs, mask, splits)
     real = mask[:, None].expand(-1, 2 * repeats, -1)
-    assert_close(torch.cat(parts, dim=2)[real], whole[real])
+    assert_close(out[real], whole[real])
 
 
 @every_mechanism(causal=True)

@@ -1,6 +1,7 @@
 """cosFormer: positions of real tokens, in one pass, in blocks, in pieces, and under padding."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.ops import common
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.comparing import GRADIENT_FACTOR, assert_close, in_pieces, weighted_sum
 from tests.inputs import padded_batch, padding_mask, qkv, token_ids
 from tests.reference import naive
 from tests.reference.naive import cosformer_attention
@@ -77,8 +78,7 @@ def test_gradients_equal_those_of_the_definition(heads, groups, dim, value_dim, 
 
     def gradients(compute, leaves):
         out = compute(*leaves)
-        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        return torch.autograd.grad((out * cotangent).sum(), leaves)
+        return torch.autograd.grad(weighted_sum(out), leaves)
 
     fast = gradients(lambda *x: run(module, *x, causal=causal)[0], [x.clone().requires_grad_() for x in inputs])
     slow = gradients(lambda *x: definition(*x, causal=causal), [x.double().requires_grad_() for x in inputs])
@@ -98,13 +98,8 @@ def test_gradcheck(causal):
 def test_split_and_resume_with_left_padding(sizes):
     inputs, mask, module = qkv(20), padding_mask([20, 6], 20, "left"), build()
     whole, after = run(module, *inputs, causal=True, mask=mask)
-    state, outputs, start = None, [], 0
-    for size in sizes:
-        now = slice(start, start + size)
-        out, state = run(module, *(x[:, :, now] for x in inputs), causal=True, mask=mask[:, now], state=state)
-        outputs.append(out)
-        start += size
-    assert_close(torch.cat(outputs, dim=2), whole)
+    out, state = in_pieces(partial(run, module, causal=True), inputs, mask, sizes)
+    assert_close(out, whole)
     assert state["count"].tolist() == [20, 6]
     assert set(state) == set(after) == {"kv", "k_sum", "count"}
     assert sum(tensor[0].nbytes for tensor in state.values()) == module.state_bytes()

@@ -14,7 +14,7 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.head_mixture import HeadMixture
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.cases import every_direction
-from tests.comparing import assert_close
+from tests.comparing import assert_close, in_pieces
 from tests.inputs import qkv
 from tests.mechanisms import checks
 from tests.small import small_options
@@ -101,17 +101,13 @@ def test_any_split_equals_the_whole_and_only_exact_heads_grow(name: str) -> None
     mask = torch.ones(2, 41, dtype=torch.bool)
     mask[1, :13] = False
     whole, _ = module(AttentionInputs(q, k, v, checks.SCALING, True, mask))
-    state, parts, start = None, [], 0
-    for size in (5, 17, 1, 1, 17):
-        now = slice(start, start + size)
-        new = AttentionInputs(
-            q[:, :, now], k[:, :, now], v[:, :, now], checks.SCALING, True, mask[:, now], state, return_state=True
-        )
-        out, state = module(new)
-        parts.append(out)
-        start += size
+
+    def call(*new: Tensor, mask: Any, state: Any) -> Any:
+        return module(AttentionInputs(*new, checks.SCALING, True, mask, state, return_state=True))
+
+    out, state = in_pieces(call, (q, k, v), mask, (5, 17, 1, 1, 17))
     real = mask[:, None, :, None].expand(whole.shape)
-    assert_close(torch.cat(parts, 2)[real], whole[real])
+    assert_close(out[real], whole[real])
     assert state is not None
     assert state["exact_key"].shape == state["exact_value"].shape == (2, 1, 41, DIM)
     for tensor in (state["exact_key"], state["exact_value"]):

@@ -6,7 +6,7 @@ import torch
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.rfa import RandomFeatureAttention, RFAOptions
-from tests.comparing import assert_close
+from tests.comparing import assert_close, assert_same_function
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 
@@ -42,13 +42,8 @@ def test_outputs_and_gradients_equal_the_definition(length, groups, causal, gate
     layer, tensors = module(causal, gate, groups, sigma_init=0.5), inputs(length, groups)
     out, _ = layer(AttentionInputs(*tensors, scaling=0.4, causal=causal))
     expected = definition(layer, *tensors, causal)
-    assert_close(out, expected, torch.float64, 10)
     leaves = [*tensors, *layer.parameters()]
-    probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
-    floor = torch.full((1,), 1e-5, dtype=torch.float64)
-    pairs = (torch.autograd.grad((x * probe).sum(), leaves, allow_unused=True) for x in (out, expected))
-    for got, expected_part in zip(*pairs, strict=True):
-        assert_close(*(torch.cat([x.flatten(), floor]) for x in (got, expected_part)), torch.float64, 100)
+    assert_same_function(out, expected, leaves, factor=10, gradient_factor=100, floor=1e-5)
 
 
 def test_the_estimate_is_unbiased():

@@ -11,7 +11,7 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
 from hf_linear_attn.ops import buckets, windowed
 from hf_linear_attn.ops.calls import WindowedCall
-from tests.comparing import assert_close, logits
+from tests.comparing import assert_close, assert_same_function, in_pieces, logits, weighted_sum
 from tests.inputs import padded_batch, padding_mask, qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference import naive
@@ -76,14 +76,7 @@ def definition(layer, tensors, causal, mask=None, carried=None):
 def test_outputs_and_gradients_equal_the_definition(length, options, causal):
     layer, tensors = module(value_dim=3, **options), doubles(length, value_dim=3)
     out, expected = run(layer, tensors, causal)[0], definition(layer, tensors, causal)
-    assert_close(out, expected, torch.float64)
-    probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
-    floor = torch.full((1,), 1e-6, dtype=torch.float64)  # a gradient may be zero but for rounding
-    for got, expected_part in zip(
-        *(torch.autograd.grad((t * probe).sum(), tensors) for t in (out, expected)),
-        strict=True,
-    ):
-        assert_close(*(torch.cat([t.flatten(), floor]) for t in (got, expected_part)), torch.float64, 10)
+    assert_same_function(out, expected, tensors)
 
 
 @both
@@ -107,13 +100,12 @@ def test_gradients_after_a_state_that_was_read_without_one(sizes, options):
         outputs.append(out)
         start += size
     out, parameters, before = torch.cat(outputs[1:], dim=2), list(layer.parameters()), copy.deepcopy(layer)
-    probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
 
     def loss():
         whole = definition(layer, tensors, True, carried=(before, sizes[0] - layer.options.window_size))
-        return (whole[:, :, sizes[0] :] * probe).sum()
+        return weighted_sum(whole[:, :, sizes[0] :])
 
-    checks.check_differences(loss, parameters, torch.autograd.grad((out * probe).sum(), parameters))
+    checks.check_differences(loss, parameters, torch.autograd.grad(weighted_sum(out), parameters))
 
 
 @both
@@ -204,13 +196,10 @@ def test_buckets_and_band_lower_the_error_of_the_estimate(causal):
 def test_split_and_resume(pieces, options):
     layer, tensors = module(**options), [t.detach() for t in doubles(29)]
     whole, end = run(layer, tensors, True, return_state=True)
-    outs, state, start = [], None, 0
-    for size in pieces:
-        part = [tensor[:, :, start : start + size] for tensor in tensors]
-        out, state = run(layer, part, True, state=state, return_state=True)
-        outs.append(out)
-        start += size
-    assert_close(torch.cat(outs, dim=2), whole, torch.float64)
+    out, state = in_pieces(
+        lambda *parts, **more: run(layer, parts, True, return_state=True, **more), tensors, None, pieces
+    )
+    assert_close(out, whole, torch.float64)
     for name, tensor in end.items():
         assert_close(state[name].double(), tensor.double(), torch.float64)
 

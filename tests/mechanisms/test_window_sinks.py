@@ -13,7 +13,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
-from tests.comparing import assert_close, logits
+from tests.comparing import assert_close, logits, weighted_sum
 from tests.inputs import padding_mask, qkv, token_ids
 from tests.reference import naive
 from tests.small import patched
@@ -109,8 +109,7 @@ def test_few_tokens_of_an_encoder_have_the_gradients_of_exact_attention(backend,
             out = naive.softmax_attention(*inputs, naive.visible(mask, 2, 12, 12, False), SCALING)
         else:
             out, _ = attend(module, inputs, False, mask, backend)
-        weight = torch.linspace(-1, 1, tokens * 6, dtype=out.dtype).view(tokens, 6)
-        grads.append(torch.autograd.grad((out[1, :, :tokens] * weight).sum(), inputs))
+        grads.append(torch.autograd.grad(weighted_sum(out[1, :, :tokens]), inputs))
     for own, true in zip(*grads, strict=True):
         if true.abs().max() < 1e-9:  # of the query and key of a single token
             assert own.abs().max() < 1e-5

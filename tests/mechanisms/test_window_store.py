@@ -10,7 +10,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import windowed
 from hf_linear_attn.ops.common import InPlaceState
-from tests.comparing import assert_close, logits
+from tests.comparing import assert_close, logits, weighted_sum
 from tests.inputs import padded_batch, qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference import naive
@@ -125,13 +125,12 @@ def test_gradients_after_a_state_that_was_read_without_one(sizes, feature_map):
             outputs.append(out)
         start += size
     out = torch.cat(outputs, dim=2)
-    probe = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     parameters, before = list(module.parameters()), checks.double(module)
 
     def loss():
-        return (definition(module, *inputs, True, (before, constant))[:, :, counted:] * probe).sum()
+        return weighted_sum(definition(module, *inputs, True, (before, constant))[:, :, counted:])
 
-    checks.check_differences(loss, parameters, torch.autograd.grad((out * probe).sum(), parameters))
+    checks.check_differences(loss, parameters, torch.autograd.grad(weighted_sum(out), parameters))
 
 
 @pytest.mark.parametrize("sizes", [[1] * 40, [3, 1, 1, 70, 2, 64], [130, 1, 1, 1]], ids=str)

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from hf_linear_attn.ops import backends, check, flex, windowed
 from hf_linear_attn.ops.calls import WindowedCall
-from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.comparing import GRADIENT_FACTOR, assert_close, weighted_sum
 from tests.inputs import padding_mask, qkv
 from tests.ops.test_native import build, inputs, make_call
 from tests.ops.test_windowed import BOTH, LOG_MIX, call_of, definition
@@ -99,8 +99,7 @@ def test_gradients_equal_those_of_the_definition(sinks, dtype, limit, causal):
         mix = LOG_MIX.to(dtype).clone().requires_grad_()
         options = {"window": 7, "causal": causal, "log_mix": mix, "mask": mask, "sinks": sinks}
         out = compute(built, *leaves, **options).transpose(1, 2)[mask]
-        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        return torch.autograd.grad((out * cotangent).sum(), [*leaves, mix, *built.parameters()])
+        return torch.autograd.grad(weighted_sum(out), [*leaves, mix, *built.parameters()])
 
     actual = gradients(lambda *x, **y: flex.run(call_of(*x, **y))[0], dtype)
     for own, true in zip(actual, gradients(definition, torch.float64), strict=True):

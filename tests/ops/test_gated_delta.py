@@ -7,7 +7,7 @@ from torch.nn import functional
 from hf_linear_attn.ops import gated_delta
 from hf_linear_attn.ops.calls import GatedCall
 from hf_linear_attn.ops.common import Features
-from tests.comparing import assert_close
+from tests.comparing import assert_close, assert_same_function, in_pieces
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 
@@ -41,17 +41,11 @@ class Case:
         return gated_delta.DeltaKeys(self.phi(x), *self.gates(x))
 
     def fast(self, pieces=None):
-        q, k, v, _ = self.leaves
-        outs, state, start = [], None, 0
-        for size in pieces or (q.shape[2],):
-            now = slice(start, start + size)
-            part = None if self.mask is None else self.mask[:, now]
-            tensors = (tensor[:, :, now] for tensor in (q, k, v))
+        def call(*tensors, mask, state):
             maps = lambda x, _: Features(self.phi(x)), self.keys
-            out, state = gated_delta.delta_causal(GatedCall(*tensors, *maps, 6, mask=part, state=state))
-            outs.append(out)
-            start += size
-        return torch.cat(outs, dim=2), state
+            return gated_delta.delta_causal(GatedCall(*tensors, *maps, 6, mask=mask, state=state))
+
+        return in_pieces(call, self.leaves[:3], self.mask, pieces or (self.leaves[0].shape[2],))
 
     def definition(self):
         q, k, v, _ = self.leaves
@@ -62,15 +56,8 @@ class Case:
 
 
 def check(case):
-    out, expected = case.fast()[0], case.definition()
-    real = torch.ones(out.shape[0], out.shape[2], dtype=torch.bool) if case.mask is None else case.mask
-    out, expected = (x.transpose(1, 2)[real] for x in (out, expected))
-    assert_close(out, expected, torch.float64, 10)
-    probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
-    floor = torch.full((1,), 1e-5, dtype=torch.float64)  # a gradient may be zero but for rounding
-    pairs = (torch.autograd.grad((x * probe).sum(), case.leaves) for x in (out, expected))
-    for got, expected in zip(*pairs, strict=True):
-        assert_close(*(torch.cat([x.flatten(), floor]) for x in (got, expected)), torch.float64, 100)
+    options = {"factor": 10, "gradient_factor": 100, "floor": 1e-5}
+    assert_same_function(case.fast()[0], case.definition(), case.leaves, case.mask, **options)
 
 
 @strengths

@@ -1,6 +1,7 @@
 """Kernelized attention: the fast forms against the definition in float64, in outputs and in every gradient."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hf_linear_attn.ops import common, kernelized
 from hf_linear_attn.ops.calls import KernelizedCall
 from tests.cases import every_feature_map
-from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.comparing import GRADIENT_FACTOR, assert_close, in_pieces, weighted_sum
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 from tests.reference.naive_feature_maps import normalise_signed
@@ -47,8 +48,7 @@ def gradients(compute, built, inputs):
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     built.zero_grad()
     out = compute(*leaves)
-    cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return torch.autograd.grad((out * cotangent).sum(), [*leaves, *built.parameters()])
+    return torch.autograd.grad(weighted_sum(out), [*leaves, *built.parameters()])
 
 
 @pytest.fixture
@@ -208,13 +208,8 @@ def test_any_split_equals_the_whole(name, splits, groups, repeats, seed):
     inputs = qkv(length, heads=groups * repeats, groups=groups, seed=seed)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(seed)) < 0.8
     whole, end = fast(built, *inputs, causal=True, mask=mask)
-    state, start, parts = None, 0, []
-    for size in splits:
-        part = slice(start, start + size)
-        out, state = fast(built, *(x[:, :, part] for x in inputs), causal=True, mask=mask[:, part], state=state)
-        parts.append(out)
-        start += size
-    assert_close(torch.cat(parts, dim=2), whole)
+    split, state = in_pieces(partial(fast, built, causal=True), inputs, mask, splits)
+    assert_close(split, whole)
     for key, tensor in end.items():
         finite = tensor.clamp(min=-1e30)
         assert_close(state[key].clamp(min=-1e30), finite)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import linformer as ops
-from tests.comparing import GRADIENT_FACTOR, assert_close, relative_error
+from tests.comparing import GRADIENT_FACTOR, assert_close, in_pieces, relative_error, weighted_sum
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 
@@ -81,8 +81,7 @@ def test_low_rank_gradients_equal_those_of_the_definition():
 
     def gradients(compute, inputs):
         inputs = [x.clone().requires_grad_() for x in inputs]
-        out = compute(*inputs)
-        return torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), inputs)
+        return torch.autograd.grad(weighted_sum(compute(*inputs)), inputs)
 
     actual = gradients(lambda q, k, v, e, f: ops.low_rank_attention(q, e @ k, f @ v, SCALING), leaves)
     expected = gradients(lambda *x: naive.linformer_attention(*x, SCALING), [x.double() for x in leaves])
@@ -113,8 +112,7 @@ def test_block_gradients_equal_those_of_the_definition():
 
     def gradients(compute, inputs):
         inputs = [x.clone().requires_grad_() for x in inputs]
-        out = compute(*inputs)
-        return torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), inputs)
+        return torch.autograd.grad(weighted_sum(compute(*inputs)), inputs)
 
     actual = gradients(lambda *x: blocks(*x)[0], leaves)
     expected = gradients(lambda *x: naive.linformer_causal_attention(*x, SCALING), [x.double() for x in leaves])
@@ -145,15 +143,9 @@ def test_any_split_of_uneven_rows_equals_the_whole(splits, block, seed):
     e, f = projections(min(2, block), block)
     mask = torch.rand(3, length, generator=torch.Generator().manual_seed(seed)) < 0.7
     whole, _ = blocks(*inputs, e, f, mask=mask)
-    state, start, parts = None, 0, []
-    for size in splits:
-        now = slice(start, start + size)
-        new = [x[:, :, now] for x in inputs]
-        out, state = blocks(*new, e, f, mask=mask[:, now], state=state, return_state=True)
-        parts.append(out)
-        start += size
+    out, state = in_pieces(lambda *new, **more: blocks(*new, e, f, return_state=True, **more), inputs, mask, splits)
     shown = mask[:, None, :, None]
-    assert_close(torch.cat(parts, dim=2).masked_fill(~shown, 0.0), whole.masked_fill(~shown, 0.0))
+    assert_close(out.masked_fill(~shown, 0.0), whole.masked_fill(~shown, 0.0))
     assert state["slot_count"].tolist() == [int(row.sum()) // block * min(2, block) for row in mask]
     assert state["open_count"].tolist() == [int(row.sum()) % block for row in mask]
 

@@ -1,6 +1,7 @@
 """Windowed attention: the fast forms against the definition in float64, in outputs and in every gradient."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hf_linear_attn.ops import windowed
 from hf_linear_attn.ops.calls import WindowedCall
 from tests.cases import every_feature_map
-from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.comparing import GRADIENT_FACTOR, assert_close, in_pieces, weighted_sum
 from tests.inputs import padding_mask, qkv
 from tests.ops.test_kernelized import SCALING, full_features
 from tests.reference import naive
@@ -105,8 +106,7 @@ def test_gradients_equal_those_of_the_definition(name, sinks, heads, groups, dim
         mix = LOG_MIX[:heads].to(leaves[0].dtype).clone().requires_grad_()
         options = {"window": 7, "causal": causal, "log_mix": mix, "mask": mask, "sinks": sinks}
         out = compute(built, *leaves, **options).transpose(1, 2)[mask]
-        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        return torch.autograd.grad((out * cotangent).sum(), [*leaves, mix, *built.parameters()])
+        return torch.autograd.grad(weighted_sum(out), [*leaves, mix, *built.parameters()])
 
     actual = gradients(lambda *x, **y: fast(*x, **y)[0], built, inputs)
     expected = gradients(definition, copy.deepcopy(built).double(), [x.double() for x in inputs])
@@ -165,14 +165,8 @@ def test_any_split_equals_the_whole(name, splits, window, repeats, padding, sink
     inputs = qkv(length, heads=2 * repeats)
     mask = padding_mask([length, max(length - padding, 0)], length, "left")
     whole, end = fast(built, *inputs, window=window, causal=True, mask=mask, sinks=sinks)
-    state, start, parts = None, 0, []
-    for size in splits:
-        now = slice(start, start + size)
-        new = [x[:, :, now] for x in inputs]
-        out, state = fast(built, *new, window=window, causal=True, mask=mask[:, now], state=state, sinks=sinks)
-        parts.append(out)
-        start += size
-    assert_close(torch.cat(parts, dim=2), whole)
+    split, state = in_pieces(partial(fast, built, window=window, causal=True, sinks=sinks), inputs, mask, splits)
+    assert_close(split, whole)
     assert {name: tensor.shape for name, tensor in state.items()} == {name: x.shape for name, x in end.items()}
 
 
