@@ -21,6 +21,9 @@ TOLERANCE = {
     torch.bfloat16: 4e-2,  # 2^-8 = 4e-3 for each rounded tensor between the layers; sums are kept in float32
 }
 
+#: Tokens that `generate` adds.
+NEW = 8
+
 #: Gradients pass every operation twice and cancel more.
 GRADIENT_FACTOR = 10.0
 
@@ -28,6 +31,11 @@ GRADIENT_FACTOR = 10.0
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     return model(ids, **kwargs).logits
+
+
+def generate(model: Any, ids: Tensor, **settings: Any) -> Tensor:
+    """`NEW` more tokens, greedily unless the settings say otherwise."""
+    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **settings})
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

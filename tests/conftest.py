@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -11,6 +13,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from hf_linear_attn.ops import common, windowed
 
 settings.register_profile(
     "suite", deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck), database=None
@@ -30,3 +34,30 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def no_trace_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop torch's log of a trace, which pytest would collect for minutes."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernelized attention have blocks of 16 tokens: every block loop runs."""
+    monkeypatch.setattr(common, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(common, "BLOCK_QUANTUM", 16)
+
+
+@pytest.fixture
+def small_window_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let windows have groups of a few short blocks."""
+    for name, value in {"MIN_BLOCK": 4, "MAX_BLOCK": 8, "MIN_GROUP": 2, "GROUP_ELEMENTS": 1}.items():
+        monkeypatch.setattr(windowed, name, value)

@@ -46,6 +46,11 @@ def patch_small(model: PreTrainedModel, name: str, **options: Any) -> PreTrained
     return randomize_learned(hla.patch_model(model, name, **chosen))
 
 
+def attentions(model: PreTrainedModel) -> list[str]:
+    """The mechanism of each patched layer."""
+    return [layer.attention for layer in hla.patch_report(model).layers]
+
+
 def randomize_learned(model: nn.Module) -> Any:
     """Move learned parameters off their symmetric start (equal heads, zero biases), in place."""
     generator = torch.Generator().manual_seed(7)

@@ -1,8 +1,6 @@
 """Saving and loading: bit-equal, with every option of from_pretrained, and refusing what does not fit."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +25,7 @@ import hf_linear_attn as hla
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
 from tests.small import patched
+from tests.subprocesses import run_python
 from tests.tiny_models import BERT, FAMILIES, GPT2, LLAMA, saved_and_loaded
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -174,7 +173,7 @@ assert AutoConfig.from_pretrained(sys.argv[1]).model_type == "bert"
 @pytest.mark.parametrize("first", ["", "import hf_linear_attn"], ids=["absent", "imported"])
 def test_a_process_that_has_not_used_the_package_refuses_the_checkpoint(first, checkpoint):
     code = ABSENT.replace('sys.modules["hf_linear_attn"] = None', first) if first else ABSENT
-    done = subprocess.run([sys.executable, "-c", code, str(checkpoint[1])], capture_output=True, text=True)
+    done = run_python("-c", code, checkpoint[1])
     assert done.returncode == 0, done.stderr
 
 

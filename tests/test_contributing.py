@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.subprocesses import ROOT, run_python
+
 GUIDE = ROOT / ".github" / "CONTRIBUTING.md"
 TEXT = GUIDE.read_text(encoding="utf-8") if GUIDE.is_file() else ""
 
 pytestmark = pytest.mark.skipif(not TEXT, reason="needs the repository, and runs outside of it")
-
-
-def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
 
 
 @pytest.mark.slow
@@ -39,11 +24,11 @@ def test_the_mechanism_of_the_guide_is_one_file(tmp_path: Path) -> None:
     assert match is not None
     (tmp_path / match[1]).write_text(match[2], encoding="utf-8")
     name = Path(match[1]).stem
-    listed = run("-m", "hf_linear_attn", "list", name, folder=tmp_path)
+    listed = run_python("-m", "hf_linear_attn", "list", name, root=tmp_path)
     assert listed.returncode == 0, listed.stderr
     assert "log(1 + exp(x))" in listed.stdout
     tests = ["tests/mechanisms/test_contract.py", "tests/matrix/test_lifecycle.py", "tests/matrix/test_forward.py"]
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", name, folder=tmp_path)
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", name, root=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
     passed = re.search(r"(\d+) passed", run_summary(done.stdout))
     assert passed is not None

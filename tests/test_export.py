@@ -1,6 +1,5 @@
 """The verb `export`: patched checkpoints as ONNX graphs and as programs of torch.export."""
 
-import logging
 import sys
 
 import numpy as np
@@ -21,12 +20,10 @@ from tests.tiny_models import LLAMA, save_checkpoint, tiny_model
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_trace_log(monkeypatch):
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would collect it for minutes
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("no_trace_log"),
+]
 
 
 @pytest.fixture

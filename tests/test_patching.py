@@ -22,13 +22,8 @@ from transformers import (
 import hf_linear_attn as hla
 from tests.comparing import Snapshot, logits, relative_error
 from tests.inputs import token_ids
-from tests.small import patched
+from tests.small import attentions, patched
 from tests.tiny_models import BERT, FAMILIES, GPT2, LLAMA, SIZES
-
-
-def attentions(model):
-    return [layer.attention for layer in hla.patch_report(model).layers]
-
 
 # --------------------------------------------------------------------------------------------------------------------
 # What is accepted

@@ -1,13 +1,12 @@
 """Plans in files: JSON and YAML, what they say, and what is wrong with them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from hf_linear_attn import LinearAttentionConfig
+from tests.subprocesses import run_python
 
 PLAN = {"default": "hedgehog", "0": "softmax", "-1": {"attention": "window", "window_size": 8}}
 YAML = "default: hedgehog\n0: softmax\n-1:\n  attention: window\n  window_size: 8\n"
@@ -72,5 +71,5 @@ def test_a_missing_file(tmp_path):
 def test_a_plan_is_read_before_anything_else_of_the_package(write):
     path = write("p.yaml", YAML)
     code = f"import hf_linear_attn as hla; print(hla.LinearAttentionConfig.from_file({str(path)!r}).default.attention)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run_python("-c", code)
     assert (result.stdout, result.returncode) == ("hedgehog\n", 0), result.stderr

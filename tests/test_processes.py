@@ -1,15 +1,10 @@
 """What happens in other processes: where the package was not imported, and where it is not installed."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.small import patched
+from tests.subprocesses import run_python
 from tests.tiny_models import BERT
-
-REPOSITORY = Path(__file__).parents[1]
 
 BLOCKED = """
 import sys
@@ -22,14 +17,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def run(code, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_python("-c", code, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,9 @@ import yaml
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.cli.parser import exit_code
 from hf_linear_attn.utils.options import flatten, to_dict
-from tests.training.tiny_runs import save_decoder, save_encoder, save_task, save_text
+from tests.subprocesses import ROOT, run_python
+from tests.training.tiny_runs import save_inputs
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
 SCRIPTS = {"glue": "convert", "long_documents": "convert", "masked_lm": "convert", "causal_lm": "convert"}
 SCRIPTS["pretrain"] = "finetune"
@@ -64,12 +61,7 @@ def test_accelerate_reads_its_files(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("recipes")
-    save_encoder(root / "encoder")
-    save_decoder(root / "decoder")
-    save_task(root / "task")
-    save_text(root / "text")
-    return root
+    return save_inputs(tmp_path_factory.mktemp("recipes"))
 
 
 SMALL = ["--data.max_length", "16", "--device", "cpu", "--speed.lengths", "[]", "--bf16", "false"]
@@ -117,9 +109,7 @@ def test_small_settings_run(name: str, folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["glue", "pretrain"])
 def test_scripts_run_as_they_are(name: str, folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "recipes" / f"{name}.py"), *arguments_of(folder, name, tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = run_python(ROOT / "recipes" / f"{name}.py", *arguments_of(folder, name, tmp_path / "out"), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"Result: {tmp_path / 'out' / 'model'}" in done.stderr
 

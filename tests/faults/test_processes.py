@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults.checks import Observed
+from tests.subprocesses import ROOT, environment, torchrun
 from tests.test_recipes import SCRIPTS, arguments_of
-from tests.training.tiny_runs import save_decoder, save_encoder, save_task, save_text
+from tests.training.tiny_runs import save_decoder, save_encoder, save_inputs, save_text, weights
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 #: Steps of every stage, and those between two checkpoints.
 STEPS, EVERY = "60", "7"
 #: Times that a recipe is killed before it may finish, and runs that are treated so.
@@ -30,9 +28,8 @@ PATIENCE = 240.0
 
 def start(command: Sequence[str], tmp_path: Path) -> subprocess.Popen[bytes]:
     with (tmp_path / "output.txt").open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True
-        )
+        options = {"cwd": ROOT, "env": environment(), "start_new_session": True}
+        return subprocess.Popen([sys.executable, *command], stdout=output, stderr=output, **options)
 
 
 def finish(command: Sequence[str], tmp_path: Path) -> None:
@@ -65,17 +62,6 @@ def recipe_command(name: str, tmp_path: Path, out: Path, *more: str) -> list[str
     return [str(ROOT / "recipes" / f"{name}.py"), *arguments, "--save_steps", EVERY, *more]
 
 
-def inputs(tmp_path: Path) -> None:
-    save_encoder(tmp_path / "encoder")
-    save_decoder(tmp_path / "decoder")
-    save_task(tmp_path / "task")
-    save_text(tmp_path / "text")
-
-
-def weights(out: Path) -> bytes:
-    return (out / "model" / "model.safetensors").read_bytes()
-
-
 def reached(out: Path) -> str:
     """How far a run is, by what lies in its folder."""
     lines = (
@@ -102,7 +88,7 @@ def reached(out: Path) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None:
-    inputs(tmp_path)
+    save_inputs(tmp_path)
     whole = tmp_path / "whole"
     began = time.monotonic()
     process = start(recipe_command(name, tmp_path, whole), tmp_path)
@@ -136,7 +122,7 @@ def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None
 )
 @pytest.mark.long
 def test_killed_while_saving(tmp_path: Path, observed: Observed) -> None:
-    inputs(tmp_path)
+    save_inputs(tmp_path)
     name = "glue"
     finish(recipe_command(name, tmp_path, tmp_path / "whole"), tmp_path)
     hits = 0
@@ -229,11 +215,7 @@ def test_plan_killed(tmp_path: Path, observed: Observed) -> None:
 
 
 def two_processes(tmp_path: Path, out: Path, *more: str) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    return [*launcher, *recipe_command("glue", tmp_path, out, *more)]
+    return [*torchrun(2), *recipe_command("glue", tmp_path, out, *more)]
 
 
 def workers(process: subprocess.Popen[bytes]) -> list[int]:
@@ -249,7 +231,7 @@ def workers(process: subprocess.Popen[bytes]) -> list[int]:
 )
 @pytest.mark.long
 def test_a_worker_dies(tmp_path: Path, observed: Observed) -> None:
-    inputs(tmp_path)
+    save_inputs(tmp_path)
     finish(two_processes(tmp_path, tmp_path / "whole"), tmp_path)
     out = tmp_path / "out"
     process = start(two_processes(tmp_path, out), tmp_path)

@@ -1,7 +1,5 @@
 """torch.export of patched models with a free batch and length, and Transformers' exporters."""
 
-import logging
-
 import pytest
 import torch
 from torch.export import Dim
@@ -12,12 +10,10 @@ from tests.inputs import padded_batch, token_ids
 from tests.small import patched
 from tests.tiny_models import BERT, Family
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_trace_log(monkeypatch):
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would collect it for minutes
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("no_trace_log"),
+]
 
 
 SMALL_BERT = Family("bert", False, (), BERT.model_class, num_layers=1)

@@ -7,17 +7,12 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_linear_attn as hla
 from tests.cases import every_pair
-from tests.comparing import assert_close, logits
+from tests.comparing import NEW, assert_close, generate, logits
 from tests.inputs import padded_batch, token_ids
 from tests.small import patched
 from tests.tiny_models import DECODERS, tiny_model
 
 EITHER = pytest.mark.parametrize("family", DECODERS, ids=str)
-NEW = 8
-
-
-def generate(model, ids, **settings):
-    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **settings})
 
 
 class Collector(BaseStreamer):

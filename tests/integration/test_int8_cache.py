@@ -11,21 +11,16 @@ from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
 
 import hf_linear_attn as hla
 from hf_linear_attn.streaming import cache_bytes, read_stream
-from tests.comparing import assert_close, logits, relative_error
+from tests.comparing import NEW, assert_close, generate, logits, relative_error
 from tests.inputs import padded_batch, token_ids
 from tests.small import on_the_grid, patched
 from tests.tiny_models import GPT2, LLAMA, Family
 
 EITHER = pytest.mark.parametrize("family", [LLAMA, GPT2], ids=str)
-NEW = 8
 
 
 def build(family: Family, **options: Any) -> Any:
     return patched("window", family, **{"cache_dtype": "int8", "exact_heads": [1], "store_size": 2, **options})
-
-
-def generate(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
-    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **settings})
 
 
 @torch.no_grad()

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.subprocesses import ROOT, environment, free_port
+
 WORKER = "tests.integration.parallel_worker"
 
 
 def run(command: list[str], processes: int, folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(processes)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = environment(WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     errors = [folder / f"{rank}.txt" for rank in range(processes)]
     started = []
     for rank, path in enumerate(errors):
-        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with path.open("w") as stream:
-            started.append(
-                subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=stream, stderr=stream)
+            process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=variables, stdout=stream, stderr=stream
             )
+            started.append(process)
     try:
         codes = [process.wait(timeout=1500) for process in started]
     finally:

@@ -30,7 +30,7 @@ from transformers import (
 import hf_linear_attn as hla
 from tests.comparing import assert_close
 from tests.inputs import token_ids
-from tests.small import patch_small, randomize_learned
+from tests.small import attentions, patch_small, randomize_learned
 from tests.tiny_models import STANDARD_SIZES, saved_and_loaded, tiny_config, tiny_model
 
 IMAGES = {"image_size": 16, "patch_size": 4}
@@ -101,10 +101,6 @@ def config_fields(config):
         for key, value in config.items()
         if key not in passing
     }
-
-
-def attentions(model):
-    return [layer.attention for layer in hla.patch_report(model).layers]
 
 
 @pytest.mark.parametrize("name", ["elu", "hedgehog"])

@@ -16,14 +16,7 @@ BERT = Family("bert", False, (), AutoModelForMaskedLM, num_layers=1)
 GPT2 = Family("gpt2", True, (), num_layers=1)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("fresh_compiler")]
 
 
 def compiled_logits(model, backend, ids, **inputs):

@@ -11,7 +11,6 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
-from hf_linear_attn.ops import common
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.comparing import GRADIENT_FACTOR, assert_close, in_pieces, weighted_sum
 from tests.inputs import padded_batch, padding_mask, qkv, token_ids
@@ -44,12 +43,6 @@ def definition(q, k, v, *, causal, mask=None, epsilon=0.01):
         allowed = naive.visible(None, 1, int(real.sum()), int(real.sum()), causal)
         out[row, :, real] = cosformer_attention(*inputs, allowed, max_length=M, epsilon=epsilon)[0]
     return out
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(common, "BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(common, "BLOCK_QUANTUM", 16)
 
 
 @DIRECTIONS

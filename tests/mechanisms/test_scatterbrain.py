@@ -25,11 +25,7 @@ kinds = pytest.mark.parametrize("options", OPTIONS, ids=["band", "hashed"])
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(windowed, "MIN_BLOCK", 4)
-    monkeypatch.setattr(windowed, "MAX_BLOCK", 8)
-    monkeypatch.setattr(windowed, "MIN_GROUP", 2)
-    monkeypatch.setattr(windowed, "GROUP_ELEMENTS", 1)
+def _small_blocks(monkeypatch, small_window_blocks):
     monkeypatch.setattr(buckets, "GATHER_ELEMENTS", 2000)
 
 

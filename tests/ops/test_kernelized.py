@@ -51,13 +51,6 @@ def gradients(compute, built, inputs):
     return torch.autograd.grad(weighted_sum(out), [*leaves, *built.parameters()])
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of one quantum of 16 tokens: every block loop runs."""
-    monkeypatch.setattr(common, "BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(common, "BLOCK_QUANTUM", 16)
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @pytest.mark.parametrize("length", LENGTHS)
 @every_feature_map()

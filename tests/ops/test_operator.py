@@ -19,18 +19,11 @@ from tests.ops.test_native import REASON
 from tests.small import patched
 from tests.tiny_models import Family
 
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.usefixtures("fresh_compiler")]
 
 BERT = Family("bert", False, (), AutoModelForMaskedLM, num_layers=1)
 GPT2 = Family("gpt2", True, (), num_layers=1)
 MECHANISMS = ("elu", "hedgehog", "favor+", "window")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -5,10 +5,7 @@ No GPU is needed, and Triton only for the first two: `pip install triton` (PyTor
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +14,8 @@ from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.triton import backend
 from hf_linear_attn.ops.triton.backend import TritonBackend
 from tests.ops.test_native import build, inputs, make_call
+from tests.subprocesses import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(
     not backend.installed(), reason="Triton is not installed; `pip install triton` runs its kernels on the CPU"
 )
@@ -27,9 +24,7 @@ PARTS = ("output", "gradient", "state or nan", "not (output or gradient or state
 
 
 def run(*command: str, **environment: str) -> str:
-    arguments = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    arguments.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run([sys.executable, "-m", *command], env=arguments, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-m", *command, timeout=1800, PYTEST_ADDOPTS="", **environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
@@ -74,7 +69,7 @@ def test_a_machine_without_triton(monkeypatch):
 
 def test_the_package_imports_no_triton():
     code = "import sys, hf_linear_attn; assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert run_python("-c", code).returncode == 0
 
 
 def test_windows_are_refused(monkeypatch):

@@ -11,6 +11,8 @@ from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 from tests.small import feature_map
 
+pytestmark = pytest.mark.usefixtures("small_window_blocks")
+
 WINDOW = 5
 MAPS = ("hedgehog", "favor+", "vq")
 
@@ -19,14 +21,6 @@ def attend(causal, q, k, v, features, *, mask=None, state=None, **settings):
     """The output of the fast form, and the state of the causal one."""
     call = WindowedCall(q, k, v, *features, None, 0, causal, mask=mask, state=state, **settings)
     return windowed.windowed(call)
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(windowed, "MIN_BLOCK", 4)
-    monkeypatch.setattr(windowed, "MAX_BLOCK", 8)
-    monkeypatch.setattr(windowed, "MIN_GROUP", 2)
-    monkeypatch.setattr(windowed, "GROUP_ELEMENTS", 1)
 
 
 class Case:

@@ -33,6 +33,7 @@ from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.utils.progress import ConsoleProgress
 
 from ..inputs import token_ids
+from ..small import attentions
 from ..tiny_models import save_checkpoint, tiny_model
 from ..tiny_text import TOKENS, sample_text, tiny_tokenizer
 
@@ -124,7 +125,7 @@ def test_plan_and_checkpoint_are_the_measured_model(finished: tuple[Path, PlanRe
     output, _ = finished
     model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
     hla.patch_model(model, LinearAttentionConfig.from_file(output / "plan.json"))
-    assert [layer.attention for layer in hla.patch_report(model).layers] == ["window"] * 3
+    assert attentions(model) == ["window"] * 3
     saved = hla.load_pretrained(str(output.parent / "model")).eval()
     model.load_state_dict(load_file(next((output / "learned").iterdir())), strict=False)
     ids = token_ids()

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from hf_linear_attn.study.convert import convert
-from tests.training.tiny_runs import convert_config, save_decoder, save_encoder, save_task, save_text
+from tests.training.tiny_runs import convert_config, save_encoder, save_inputs, save_task
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,13 +26,9 @@ def _freeze_imported_objects() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("training")
-    save_encoder(root / "encoder")
+    root = save_inputs(tmp_path_factory.mktemp("training"))
     save_encoder(root / "tuned", head=True)
-    save_decoder(root / "decoder")
-    save_task(root / "task")
     save_task(root / "scores", scores=True)
-    save_text(root / "text")
     return root
 
 

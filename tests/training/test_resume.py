@@ -17,7 +17,17 @@ from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.slow_cases import slow_rows
-from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, save_encoder, save_task, weights
+from tests.training.tiny_runs import (
+    Killed,
+    convert_config,
+    finetune_config,
+    kill,
+    log_rows,
+    quiet,
+    save_encoder,
+    save_task,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_task(root / "task")
     convert(convert_config(root / "encoder", root / "task", root / "complete"), console=quiet())
     return root
-
-
-class Killed(BaseException):
-    """Stands for the death of the process: nothing cleans up after it that a dead process could not."""
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, stage: str, step: int, action: Any) -> None:
@@ -43,10 +49,6 @@ def at_step(monkeypatch: pytest.MonkeyPatch, stage: str, step: int, action: Any)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(FinetuningTrainer, "training_step", training_step)
-
-
-def kill() -> None:
-    raise Killed
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ resumption, refusals."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -20,7 +18,8 @@ from safetensors.torch import load_file
 
 from hf_linear_attn import load_pretrained
 from hf_linear_attn.training.sharding import check_launch, check_sharding
-from tests.training.test_two_processes import ROOT, complaint, settings_file, start
+from tests.subprocesses import ROOT, run_python
+from tests.training.test_two_processes import complaint, settings_file, start
 from tests.training.tiny_runs import forget, log_rows, save_decoder, save_encoder, save_task, save_text
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
@@ -219,10 +218,8 @@ def test_a_launch_of_several_processes_that_is_one_is_refused(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_accelerate_launch_on_cpus_says_that_it_is_one_process(folder: Path) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += ["-m", "hf_linear_attn", "convert", "--config", str(settings_file(folder, "launched", 4))]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "hf_linear_attn"]
+    done = run_python(*launch, "convert", "--config", settings_file(folder, "launched", 4))
     assert done.returncode != 0
     assert "this is one process. Start them with torchrun" in done.stderr
     assert not (folder / "launched").exists()

@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from hf_linear_attn.training.distillation import (
 from hf_linear_attn.training.losses import row_losses
 from hf_linear_attn.training.resumable import EpochSampler, InterruptedRunError, SeededCollator
 from hf_linear_attn.training.transfer import AttentionTransferLoss
+from tests.subprocesses import run_python
 from tests.tiny_models import tiny_model
 from tests.training.tiny_data import (
     Rows,
@@ -39,6 +38,7 @@ from tests.training.tiny_data import (
     logged,
     weights,
 )
+from tests.training.tiny_runs import Killed, kill
 
 
 def make_trainer(kind: str, folder: Path, **changes: Any) -> Any:
@@ -82,14 +82,6 @@ class At(TrainerCallback):
             self.function()
 
 
-class Killed(BaseException):
-    pass
-
-
-def die(*args: Any, **kwargs: Any) -> None:
-    raise Killed
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Resumption
 
@@ -101,7 +93,7 @@ def test_a_resumed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> Non
     undisturbed = make_trainer(kind, tmp_path / "undisturbed", save_steps=3)
     undisturbed.train()
     expected = weights(undisturbed.model)
-    interrupted = make_trainer(kind, tmp_path / "killed", save_steps=3, trainer={"callbacks": [At(5, die)]})
+    interrupted = make_trainer(kind, tmp_path / "killed", save_steps=3, trainer={"callbacks": [At(5, kill)]})
     with pytest.raises(Killed):
         interrupted.train()
     resumed = make_trainer(kind, tmp_path / "killed", save_steps=3)
@@ -127,8 +119,7 @@ def test_a_process_that_was_killed_is_resumed_with_the_same_bits(tmp_path: Path)
     """SIGKILL, as by the operating system when memory runs out."""
     undisturbed = make_trainer("distill", tmp_path / "undisturbed", save_steps=3)
     undisturbed.train()
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path / "killed"), str(torch.get_num_threads())]
-    killed = subprocess.run(command, check=False)
+    killed = run_python("-c", KILLED_RUN, tmp_path / "killed", torch.get_num_threads())
     assert killed.returncode == -signal.SIGKILL
     resumed = make_trainer("distill", tmp_path / "killed", save_steps=3)
     resumed.train(resume_from_checkpoint=True)
@@ -141,7 +132,7 @@ def test_killed_while_saving(kind: str, moment: str, tmp_path: Path, monkeypatch
     """The checkpoint before stays, and is the one that the resumed run takes."""
     trainer = make_trainer(kind, tmp_path, save_steps=2)
     with monkeypatch.context() as patched:
-        trainer.add_callback(At(4, lambda: patched.setattr(Trainer, moment, die)))
+        trainer.add_callback(At(4, lambda: patched.setattr(Trainer, moment, kill)))
         with pytest.raises(Killed):
             trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -211,7 +202,7 @@ def test_the_best_step_is_loaded_and_survives_a_move(tmp_path: Path) -> None:
         "greater_is_better": True, "load_best_model_at_end": True, "save_total_limit": 2,
     }  # fmt: skip
     options = {"eval_dataset": Rows(9, 1), "compute_metrics": metrics}
-    first = {**options, "callbacks": [At(4, die), StageLog("finetune", tmp_path / "log.jsonl", save_steps=3)]}
+    first = {**options, "callbacks": [At(4, kill), StageLog("finetune", tmp_path / "log.jsonl", save_steps=3)]}
     trainer = make_trainer("finetune", tmp_path / "old", max_steps=5, **changes, trainer=first)
     with pytest.raises(Killed):
         trainer.train()
@@ -366,7 +357,7 @@ def test_the_teacher_is_given_back_as_it_was(tmp_path: Path) -> None:
     assert meanwhile == [False]
     assert teacher.training
     assert {name: value.requires_grad for name, value in teacher.named_parameters()} == required
-    options["callbacks"] = [At(1, die)]
+    options["callbacks"] = [At(1, kill)]
     with pytest.raises(Killed):
         DistillationTrainer(student, teacher, arguments, **options).train()
     assert {name: value.requires_grad for name, value in teacher.named_parameters()} == required
@@ -402,7 +393,7 @@ def test_a_trainer_wants_its_config(tmp_path: Path) -> None:
 
 def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    callbacks = [StageLog("distill", log), At(5, die)]
+    callbacks = [StageLog("distill", log), At(5, kill)]
     with pytest.raises(Killed):
         make_trainer("distill", tmp_path / "out", save_steps=3, trainer={"callbacks": callbacks}).train()
     with log.open("a") as file:

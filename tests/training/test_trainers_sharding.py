@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.subprocesses import run_python, torchrun
+from tests.training.test_sharding import KINDS
 
 pytestmark = pytest.mark.slow
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
-KINDS = ["fsdp2", *(pytest.param(kind, marks=needs_deepspeed) for kind in ("zero2", "zero3"))]
 
 
 def run(kind: str, folder: Path) -> list[dict[str, Any]]:
     """The results of both processes."""
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    command += ["-m", "tests.training.trainers_worker", kind, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT, check=False)
+    done = run_python(*torchrun(2), "-m", "tests.training.trainers_worker", kind, folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{process}.json").read_text()) for process in range(2)]
 

@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,9 @@ from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.training import losses
 from hf_linear_attn.training.resumable import EpochSampler, InterruptedRunError, SeededCollator
 from hf_linear_attn.training.transfer import AttentionTransferLoss, TransferResult, transfer_attention
+from tests.subprocesses import run_python
 from tests.tiny_models import BERT, GPT2, LLAMA, VOCABULARY, Family
+from tests.training.tiny_runs import Killed, kill
 
 LENGTHS = (17, 9, 13)
 
@@ -362,10 +362,6 @@ def loader() -> DataLoader[Any]:
     return DataLoader(rows, batch_size=3, sampler=EpochSampler(len(rows), 1), collate_fn=SeededCollator(collate, 1))  # type: ignore[arg-type]
 
 
-class Killed(BaseException):
-    """Stands for the death of the process."""
-
-
 def train(model: PreTrainedModel, checkpoint: Path | None = None, stop: Any = None, **changes: Any) -> TransferResult:
     """12 steps: more than two epochs. `stop` is called at the end of step 8."""
 
@@ -375,10 +371,6 @@ def train(model: PreTrainedModel, checkpoint: Path | None = None, stop: Any = No
 
     options: dict[str, Any] = {"steps": 12, "validation": [batch(50)], "evaluate_every": 3, "save_every": 7, **changes}
     return transfer_attention(model, loader(), checkpoint=checkpoint, progress=progress, **options)
-
-
-def kill() -> None:
-    raise Killed
 
 
 def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -420,8 +412,8 @@ train(model_of("hedgehog", BERT), Path(sys.argv[1]), lambda: os.kill(os.getpid()
 @pytest.mark.slow
 def test_a_process_that_was_killed_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
     """SIGKILL, as by the operating system when memory runs out."""
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path / "state.safetensors"), str(torch.get_num_threads())]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    killed = run_python("-c", KILLED_RUN, tmp_path / "state.safetensors", torch.get_num_threads())
+    assert killed.returncode == -signal.SIGKILL
     torch.manual_seed(5)
     model = model_of("hedgehog", BERT)
     undisturbed = copy.deepcopy(model)

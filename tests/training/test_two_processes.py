@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +12,17 @@ import torch
 import yaml
 
 from hf_linear_attn.utils.options import to_dict
+from tests.subprocesses import run_python, torchrun
 from tests.training.tiny_runs import convert_config, forget, log_rows, save_encoder, save_task
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(
     settings: Path, processes: int, *flags: str, module: str = "tests.training.keeping_worker", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A run through torchrun (accelerate's own launcher starts several processes on CPUs through MPI only)."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--master_port", str(port), "-m", module, "convert", "--config", str(settings), *flags]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, cwd=ROOT, check=False)
+    command = [*torchrun(processes), "-m", module, "convert", "--config", settings, *flags]
+    return run_python(*command, timeout=300, **environment)
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:

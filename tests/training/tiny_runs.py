@@ -59,6 +59,15 @@ def save_text(folder: Path, lines: int = 120) -> Path:
     return path
 
 
+def save_inputs(folder: Path) -> Path:
+    """An encoder, a decoder, a task and a text, each in a folder of its name."""
+    save_encoder(folder / "encoder")
+    save_decoder(folder / "decoder")
+    save_task(folder / "task")
+    save_text(folder / "text")
+    return folder
+
+
 def with_changes(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """A copy of nested options with changes, given with `__` for the dot."""
     values = json.loads(json.dumps(base))
@@ -130,6 +139,14 @@ def quiet() -> Console:
 
 def weights(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
+
+
+class Killed(BaseException):
+    """Stands for the death of the process: nothing cleans up after it that a dead process could not."""
+
+
+def kill(*args: Any, **kwargs: Any) -> None:
+    raise Killed
 
 
 def forget(out: Path, *stages: str) -> None:
