@@ -264,36 +264,34 @@ def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
         return torch.cat([model(batch)["sentence_embedding"].float().cpu() for batch in inputs])
 
 
-def recall_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the `tasks` and `trials` of `recall_metric` for a model."""
-    decoder = model.can_generate()
-    return {
-        "tasks": METRIC_TASKS if decoder else (RETRIEVAL,),
-        "trials": METRIC_PROMPTS if decoder else METRIC_DOCUMENTS,
-    }
-
-
-def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0) -> Metric:
-    """Return the metric of `measure_recall`: the mean score, and that of each task, length and depth.
+def recall_metric(
+    exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0
+) -> tuple[dict[str, Any], Metric]:
+    """Return the metric of `measure_recall`, the mean score and that of each task, length and depth; and its settings.
 
     Its `divergence` is the score of the exact model beyond that of the model.
 
     Raises:
         ValueError: As `measure_recall`, before anything is measured.
     """
-    settings = recall_settings(exact)
+    decoder = exact.can_generate()
+    settings: dict[str, Any] = {
+        "tasks": METRIC_TASKS if decoder else (RETRIEVAL,),
+        "trials": METRIC_PROMPTS if decoder else METRIC_DOCUMENTS,
+        "lengths": list(lengths),
+        "seed": seed,
+    }
     maker = PromptMaker(tokenizer, exact.config.vocab_size)
-    for task in settings["tasks"] if exact.can_generate() else ():
+    for task in settings["tasks"] if decoder else ():
         (prompt,) = _prompts(maker, task, min(lengths), (0.5,), 1, seed)
         check_positions(exact, max(lengths) + prompt.new_tokens)
     check_positions(exact, max(lengths))
     exact_score: list[float] = []
 
     def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
-        options: dict[str, Any] = {**settings, "lengths": lengths, "seed": seed, "on_batch": on_batch}
-        recall = measure_recall(model, tokenizer, **options)
+        recall = measure_recall(model, tokenizer, **settings, on_batch=on_batch)
         if model is exact or not exact_score:
-            reference = recall if model is exact else measure_recall(exact, tokenizer, **options)
+            reference = recall if model is exact else measure_recall(exact, tokenizer, **settings, on_batch=on_batch)
             exact_score.append(float(reference.table["score"].mean()))
         score, count = float(recall.table["score"].mean()), len(recall.table)
         low, high = wilson_interval(score, count)
@@ -309,4 +307,4 @@ def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int]
             values.append(value("recall_at", row["score"], **cell))
         return values
 
-    return measure
+    return settings, measure

@@ -47,7 +47,7 @@ from ..measure.quality import (
     perplexity_metric,
     sentence_pair_metric,
 )
-from ..measure.recall import RECALL, recall_metric, recall_settings
+from ..measure.recall import RECALL, recall_metric
 from ..measure.speed import timing_options
 from ..measure.values import Metric
 from ..mechanisms.softmax import EXACT
@@ -496,10 +496,8 @@ def _split(
 
 def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> Measurement:
     """Return the recall at lengths. Raises a ValueError as `recall_metric`, before anything is measured."""
-    settings = {**recall_settings(exact.model), "lengths": list(lengths), "seed": seed}
-    return exact.conditions("recall", settings=settings), recall_metric(
-        exact.model, exact.tokenizer, lengths, seed=seed
-    )
+    settings, metric = recall_metric(exact.model, exact.tokenizer, lengths, seed=seed)
+    return exact.conditions("recall", settings=settings), metric
 
 
 def with_sentence_pairs(

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.ablation import without_attention
-from hf_linear_attn.measure import speed as resources
+from hf_linear_attn.measure import speed
 from hf_linear_attn.measure.speed import count_flops, free_memory, measure_passes, peak_memory
 from hf_linear_attn.utils.models import shared_copy
 from tests.inputs import token_ids
@@ -78,7 +78,7 @@ def test_peak_is_what_was_allocated_and_passed_back(megabytes: int) -> None:
 
 
 def test_peak_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_reset_peak", lambda: False)
+    monkeypatch.setattr(speed, "_reset_peak", lambda: False)
     assert peak_memory(lambda: None, CPU) is None
 
 
@@ -86,10 +86,10 @@ def test_free_memory_is_what_the_system_or_the_group_leaves(monkeypatch: pytest.
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  5 kB\n")
     for name, text in (("max", "6000"), ("current", "4000"), ("stat", "anon 1\ninactive_file 500\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(resources, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(resources, "GROUP", tmp_path / "none")
+    monkeypatch.setattr(speed, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(speed, "GROUP", tmp_path / "none")
     assert free_memory(CPU) == 5 * 1024
-    monkeypatch.setattr(resources, "GROUP", tmp_path)
+    monkeypatch.setattr(speed, "GROUP", tmp_path)
     assert free_memory(CPU) == 2500
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(CPU) == 5 * 1024
