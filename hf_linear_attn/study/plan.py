@@ -38,8 +38,8 @@ from ..utils.timing import is_measurable
 from .plan_result import MODEL_KINDS, PAGE, PLAN, PLOT, REPORT, Budget, Candidate, DamageUnit, PlanResult, write_plan
 from .prepare import (
     ExactModel,
-    Inputs,
     Measurement,
+    PreparedModel,
     check_fits,
     check_mechanism,
     describe_source,
@@ -66,13 +66,10 @@ MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sente
 HALVES = ("choice", "verification")
 
 
-@dataclass(frozen=True)
-class PlannedModel:
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel(PreparedModel):
     """A model with its data and its patched copies."""
 
-    exact: ExactModel
-    inputs: Inputs
-    settings: Settings
     linear: Variant  # the copy that is linear in every layer
     timed: PreTrainedModel  # another one where a mechanism is built for a too short largest length
     lengths: tuple[int, ...]  # to time
@@ -104,7 +101,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
     if config.save_model is not None:
         target: dict[str, Any] = {"overwrite": config.overwrite, "source": config.model, "option": "--save_model"}
         check_output(config.save_model, ["config.json"], **target)
-    one = prepare(config, budget)
+    one = _prepare(config, budget)
     facts, device, folder = facts_of(one, config), one.exact.model.device, Path(config.output)
     with (
         ConsoleProgress(console) as progress,
@@ -112,11 +109,10 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
     ):
         _log_data(study, facts)
         facts["resumed"] = len(study.records) > 0
-        patched, facts["transfer"] = train(study, one)
+        facts["transfer"] = train(study, one)
         result = LayerSearch(
             study,
             one.exact.model,
-            patched,
             one.timed,
             dict(zip(HALVES, one.inputs.measurements, strict=True)),
             budget,
@@ -125,8 +121,8 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
             lengths=one.lengths,
             tokens=one.inputs.tokens,
             seconds=one.settings.seconds,
+            positions_note=one.positions_note,
         ).run()
-        result = replace(result, positions_note=one.positions_note)
         facts |= {**environment(device), "seconds": time.perf_counter() - started}
         write_plan(result, json_safe(facts), folder)
         progress.table(result.formatted_table())
@@ -135,7 +131,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         written = f"Plan: {folder / PLAN}, with" if result.plan is not None else f"No plan was written. In {folder}:"
         progress.log(f"{written} {PAGE}, {PLOT} and {REPORT}")
         if config.save_model is not None:
-            progress.log(save_planned(result, one, patched, config))
+            progress.log(save_planned(result, one, config))
     return result
 
 
@@ -149,7 +145,7 @@ def _log_data(study: Study, facts: dict[str, Any]) -> None:
     study.progress.log(f"Records: {study.folder / RECORDS_FILE}; a run that is stopped continues with --resume")
 
 
-def prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
+def _prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     """Load the model and its data; every error of the input is raised here."""
     name, kind, _ = describe_source(config.model, config.data.task, config.data.dataset)
     if config.threads is not None:
@@ -185,7 +181,9 @@ def prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     transfer = {"data": inputs.hash, **{key: getattr(settings, key) for key in TRANSFER_SETTINGS}}
     identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": transfer}
     linear = Variant(config.attention, config.attention, cache(lambda: patched), **identity)
-    return PlannedModel(exact, inputs, settings, linear, timed, tuple(lengths), note)
+    return PlannedModel(
+        exact, inputs, settings, linear=linear, timed=timed, lengths=tuple(lengths), positions_note=note
+    )
 
 
 def plan_settings(config: PlanConfig, exact: ExactModel) -> Settings:
@@ -206,21 +204,21 @@ def plan_settings(config: PlanConfig, exact: ExactModel) -> Settings:
     )
 
 
-def train(study: Study, one: PlannedModel) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Train the learned parts of all layers, once, or load them; return the model and what the report says of it.
+def train(study: Study, one: PlannedModel) -> dict[str, Any]:
+    """Train the learned parts of all layers of the linear copy, once, or load them; return what the report says of it.
 
     Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice of
     layers.
     """
-    patched, name = one.linear.load(), one.linear.attention
+    name = one.linear.attention
     if not one.settings.steps or not ATTENTIONS.get(name).learned:
-        return patched, {}
+        return {}
     conditions = one.linear.of(one.exact.conditions("attention_transfer"))
-    patched = transferred(study, patched, one.inputs, one.settings, conditions, label=name)
+    transferred(one, study, one.linear.load(), conditions, name)
     record = study.records.latest(conditions)
     assert record is not None
     names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}
-    return patched, {key: record.value(metric) for key, metric in names.items()}
+    return {key: record.value(metric) for key, metric in names.items()}
 
 
 def choose_heads(study: Study, one: PlannedModel, config: PlanConfig) -> list[ExactHeads]:
@@ -266,12 +264,12 @@ def facts_of(one: PlannedModel, config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def save_planned(result: PlanResult, one: PlannedModel, patched: PreTrainedModel, config: PlanConfig) -> str:
+def save_planned(result: PlanResult, one: PlannedModel, config: PlanConfig) -> str:
     """Write a checkpoint with the planned layers and their learned parts; return a message."""
     assert config.save_model is not None
     if not result.met or result.plan is None:
         return "No checkpoint was written, because the budget is not met."
-    model = convert_as_planned(one.exact.model, patched, result.plan)
+    model = convert_as_planned(one.exact.model, one.linear.load(), result.plan)
     save_checkpoint(model, config.model, config.save_model, overwrite=config.overwrite)
     return f"Checkpoint: {config.save_model}"
 
@@ -311,15 +309,15 @@ class LayerSearch:
 
     study: Study  # where everything is measured once
     exact: PreTrainedModel
-    patched: PreTrainedModel  # a copy, linear in every layer that may be converted, with its learned parts trained
     timed: PreTrainedModel  # the copy that is timed: another one where long inputs need it
     measurements: Mapping[str, Measurement]  # of quality, on the data of the `choice` and of the `verification`
     budget: Budget
-    linear: Variant  # of the patched copy: what all measurements depend on
+    linear: Variant  # the copy that is linear in every layer that may be converted, with its learned parts trained
     heads: Sequence[ExactHeads] = ()  # choices of exact heads, the most first, of a search over heads
     lengths: Sequence[int] = ()  # to time, in tokens; that of a budget of speed is added
     tokens: Sequence[int] = (0,)  # token ids to time with
     seconds: float = 2.0  # spent on each timing
+    positions_note: str = ""  # about lengths beyond the model's positions
 
     def run(self) -> PlanResult:
         """Measure, choose and verify."""
@@ -349,10 +347,10 @@ class LayerSearch:
             unit=unit,
             score={"title": score.title, "digits": score.digits, "divergence": MODEL_KINDS[unit.measurement][1]},
             baseline=str(self.exact.config._attn_implementation),
-            attention=next(iter(self.mechanisms.values()))["attention"],
+            attention=self.linear.attention,
             mechanisms=self.mechanisms,
             part=part,
-            total=len(self.heads[0].table) if self.heads else len(self_attention(self.patched)),
+            total=len(self.heads[0].table) if self.heads else len(self_attention(self.exact)),
             met=within_budget and verified.is_within(budget, informative=informative) and not verified.unsure,
             within_budget=within_budget,
             informative=informative,
@@ -361,12 +359,13 @@ class LayerSearch:
             chosen=chosen,
             verified=verified,
             references=references,
+            positions_note=self.positions_note,
         )
 
     @cached_property
     def mechanisms(self) -> dict[str, dict[str, Any]]:
         """The mechanism of each linear layer, with its options, by the layer's index."""
-        return mechanisms_of(self.patched)
+        return mechanisms_of(self.linear.load())
 
     @cached_property
     def score(self) -> Score:
@@ -452,7 +451,7 @@ class LayerSearch:
 
     def with_quality(self, one: Candidate, data: str) -> Candidate:
         """Return a candidate with the quality of its model on a data set."""
-        values = self.values(data, one.name, partial(self.convert, self.patched, one))
+        values = self.values(data, one.name, partial(self.convert, self.linear.load(), one))
         return replace(
             one,
             divergence=values["divergence"],

@@ -549,7 +549,7 @@ class PreparedModel:
     exact: ExactModel
     inputs: Inputs
     settings: Settings
-    groups: tuple[CheckpointGroup, ...]  # checkpoints
+    groups: tuple[CheckpointGroup, ...] = ()  # checkpoints
     task: str = ""  # a further task that this model is for; only its scores are measured then
 
     @property

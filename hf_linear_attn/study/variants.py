@@ -23,7 +23,7 @@ from ..training.calibration import calibrate_untrained
 from ..training.transfer import transfer_attention
 from ..utils.models import shared_copy
 from ..utils.progress import OnBatch, report_nothing
-from .prepare import CheckpointGroup, ExactModel, Inputs, Measurement, PreparedModel, seed_options
+from .prepare import CheckpointGroup, ExactModel, Measurement, PreparedModel, seed_options
 from .settings import Settings
 from .study import Conditions, Learned, Record, Study
 
@@ -130,19 +130,20 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
     transfer |= {"data": inputs.hash, "order": settings.seed}
     after = replace(first, state="transferred", settings={"transfer": transfer})
     conditions = after.of(exact.conditions("attention_transfer"))
-    trained = cache(lambda: transferred(study, patched(), inputs, settings, conditions, label=name))
+    trained = cache(lambda: transferred(one, study, patched(), conditions, name))
     if study.records.known(conditions, name) is None:
         trained()
     yield replace(after, load=trained)
 
 
 def transferred(
-    study: Study, model: PreTrainedModel, inputs: Inputs, settings: Settings, conditions: Conditions, *, label: str
+    one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions, label: str
 ) -> PreTrainedModel:
-    """Return the patched model with its learned parameters trained: the stored ones, or those of a transfer now."""
+    """Return a patched copy with its learned parameters trained: the stored ones, or those of a transfer now."""
+    settings = one.settings
 
     def train() -> tuple[Values, Learned]:
-        batches, seed = list(inputs.train), conditions.seed or 0
+        batches, seed = list(one.inputs.train), conditions.seed or 0
         if seed != settings.seed:  # seeds must differ in something where nothing else is random
             random.Random(seed).shuffle(batches)
         torch.manual_seed(seed)
@@ -150,7 +151,7 @@ def transferred(
             model,
             batches,
             steps=settings.steps,
-            validation=inputs.validation,
+            validation=one.inputs.validation,
             evaluate_every=max(settings.steps // settings.evaluations, 1),
             progress=lambda step, total, loss: study.progress.status(
                 f"{label}: attention transfer, loss {loss:.3f}", step, total
@@ -164,7 +165,7 @@ def transferred(
             *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
             *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
         ]
-        return values, {name: one for name, one in model.state_dict().items() if f".{SUBMODULE}." in f".{name}"}
+        return values, {name: tensor for name, tensor in model.state_dict().items() if f".{SUBMODULE}." in f".{name}"}
 
     model.load_state_dict(study.learned(conditions, train, label=label), strict=False)
     return model

@@ -166,7 +166,7 @@ def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, bu
     measurements = {"choice": (conditions, choice), "verification": (conditions, verification)}
     variant = Variant("elu", "elu", lambda: linear)
     with open_study(folder, "test", {}, resume=True) as study:
-        return LayerSearch(study, exact, linear, linear, measurements, Budget.parse(budget), variant, **more).run()
+        return LayerSearch(study, exact, linear, measurements, Budget.parse(budget), variant, **more).run()
 
 
 @pytest.fixture
