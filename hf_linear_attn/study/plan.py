@@ -70,9 +70,9 @@ HALVES = ("choice", "verification")
 class PlannedModel(PreparedModel):
     """A model with its data and its patched copies."""
 
-    linear: Variant  # the copy that is linear in every layer
+    linear: Variant  # the copy that is linear in every layer that may be converted
     timed: PreTrainedModel  # another one where a mechanism is built for a too short largest length
-    lengths: tuple[int, ...]  # to time
+    lengths: tuple[int, ...]  # to time, in tokens; that of a budget of speed is added
     positions_note: str  # about lengths beyond the model's positions
 
 
@@ -110,19 +110,8 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         _log_data(study, facts)
         facts["resumed"] = len(study.records) > 0
         facts["transfer"] = train(study, one)
-        result = LayerSearch(
-            study,
-            one.exact.model,
-            one.timed,
-            dict(zip(HALVES, one.inputs.measurements, strict=True)),
-            budget,
-            one.linear,
-            heads=choose_heads(study, one, config) if config.search == "heads" else (),
-            lengths=one.lengths,
-            tokens=one.inputs.tokens,
-            seconds=one.settings.seconds,
-            positions_note=one.positions_note,
-        ).run()
+        heads = choose_heads(study, one, config) if config.search == "heads" else ()
+        result = LayerSearch(study, one, budget, heads).run()
         facts |= {**environment(device), "seconds": time.perf_counter() - started}
         write_plan(result, json_safe(facts), folder)
         progress.table(result.formatted_table())
@@ -308,16 +297,9 @@ class LayerSearch:
     """
 
     study: Study  # where everything is measured once
-    exact: PreTrainedModel
-    timed: PreTrainedModel  # the copy that is timed: another one where long inputs need it
-    measurements: Mapping[str, Measurement]  # of quality, on the data of the `choice` and of the `verification`
+    planned: PlannedModel
     budget: Budget
-    linear: Variant  # the copy that is linear in every layer that may be converted, with its learned parts trained
     heads: Sequence[ExactHeads] = ()  # choices of exact heads, the most first, of a search over heads
-    lengths: Sequence[int] = ()  # to time, in tokens; that of a budget of speed is added
-    tokens: Sequence[int] = (0,)  # token ids to time with
-    seconds: float = 2.0  # spent on each timing
-    positions_note: str = ""  # about lengths beyond the model's positions
 
     def run(self) -> PlanResult:
         """Measure, choose and verify."""
@@ -336,21 +318,23 @@ class LayerSearch:
             getattr(exact, cost)[str(length)] = 1.0
             for index, one in enumerate(measured):
                 self.study.progress.status(f"{cost} at {length:,} tokens", index, len(path))
-                measured[index] = self.with_cost(one, cost, length, "choice", self.seconds)
+                measured[index] = self.with_cost(one, cost, length, "choice", self.planned.settings.seconds)
         chosen, within_budget = self.choose(measured, informative)
         self.study.progress.status("verification", 0, 1)
         verified = self.with_quality(replace(chosen, speedup={}, unsure=[]), "verification")
         if budget.cost == "speedup" and budget.length:
-            verified = self.with_cost(verified, "speedup", budget.length, "verification", 3 * self.seconds)
+            verified = self.with_cost(
+                verified, "speedup", budget.length, "verification", 3 * self.planned.settings.seconds
+            )
         return PlanResult(
             budget=budget,
             unit=unit,
             score={"title": score.title, "digits": score.digits, "divergence": MODEL_KINDS[unit.measurement][1]},
-            baseline=str(self.exact.config._attn_implementation),
-            attention=self.linear.attention,
+            baseline=str(self.planned.exact.model.config._attn_implementation),
+            attention=self.planned.linear.attention,
             mechanisms=self.mechanisms,
             part=part,
-            total=len(self.heads[0].table) if self.heads else len(self_attention(self.exact)),
+            total=len(self.heads[0].table) if self.heads else len(self_attention(self.planned.exact.model)),
             met=within_budget and verified.is_within(budget, informative=informative) and not verified.unsure,
             within_budget=within_budget,
             informative=informative,
@@ -359,13 +343,18 @@ class LayerSearch:
             chosen=chosen,
             verified=verified,
             references=references,
-            positions_note=self.positions_note,
+            positions_note=self.planned.positions_note,
         )
+
+    @cached_property
+    def measurements(self) -> dict[str, Measurement]:
+        """The measurements of quality, on the data of the choice and of the verification."""
+        return dict(zip(HALVES, self.planned.inputs.measurements, strict=True))
 
     @cached_property
     def mechanisms(self) -> dict[str, dict[str, Any]]:
         """The mechanism of each linear layer, with its options, by the layer's index."""
-        return mechanisms_of(self.linear.load())
+        return mechanisms_of(self.planned.linear.load())
 
     @cached_property
     def score(self) -> Score:
@@ -385,14 +374,14 @@ class LayerSearch:
         values = {}
         for index, data in enumerate(self.measurements):
             self.study.progress.status("the exact model, and without attention", index, len(self.measurements))
-            exact, floor = references(self.exact)
+            exact, floor = references(self.planned.exact.model)
             values[data] = self.values(data, "exact", exact.load)
             values[f"{data}, no attention"] = self.values(data, "none", floor.load)
         return values
 
     def costs(self) -> list[tuple[str, int]]:
         """Return what is measured besides quality: the speedup or the cache at a length, that of the budget too."""
-        costs = {("speedup", length) for length in self.lengths}
+        costs = {("speedup", length) for length in self.planned.lengths}
         if self.budget.unit is None and self.budget.length:
             costs.add((self.budget.cost, self.budget.length))
         return sorted(costs, key=lambda one: (one[0] == "cache", one[1]))
@@ -426,8 +415,8 @@ class LayerSearch:
 
     def variant(self, data: str, layers: str, load: Loader) -> Variant:
         """Return a model of the search. `layers` are the linear ones as text, `exact` or `none`."""
-        settings = {**self.linear.settings, "data_set": data, "layers": layers}
-        return replace(self.linear, label=layers, load=cache(load), settings=settings)
+        settings = {**self.planned.linear.settings, "data_set": data, "layers": layers}
+        return replace(self.planned.linear, label=layers, load=cache(load), settings=settings)
 
     def values(self, data: str, layers: str, load: Loader) -> dict[str, Any]:
         """Return the values of a model's quality, and the standard error of its score."""
@@ -451,7 +440,7 @@ class LayerSearch:
 
     def with_quality(self, one: Candidate, data: str) -> Candidate:
         """Return a candidate with the quality of its model on a data set."""
-        values = self.values(data, one.name, partial(self.convert, self.linear.load(), one))
+        values = self.values(data, one.name, partial(self.convert, self.planned.linear.load(), one))
         return replace(
             one,
             divergence=values["divergence"],
@@ -464,16 +453,20 @@ class LayerSearch:
         """Return a candidate with the speedup of a forward pass (batch 1), or its share of the exact model's cache."""
 
         def measure() -> Values:
-            models = {"exact": self.exact, "linear": self.convert(self.timed, one)}
+            models = {"exact": self.planned.exact.model, "linear": self.convert(self.planned.timed, one)}
             if cost == "speedup":
-                return measure_passes(models, self.tokens, length, baseline="exact", seconds=seconds)["linear"]
-            exact, linear = (cache_bytes(fill_cache(model, self.tokens, length)) for model in models.values())
+                return measure_passes(models, self.planned.inputs.tokens, length, baseline="exact", seconds=seconds)[
+                    "linear"
+                ]
+            exact, linear = (
+                cache_bytes(fill_cache(model, self.planned.inputs.tokens, length)) for model in models.values()
+            )
             return [value(cost, linear / exact)]
 
         base = replace(self.measurements[data][0], task="", settings={"seconds": seconds} if cost == "speedup" else {})
         measurement = FORWARD if cost == "speedup" else cost
         conditions = replace(base, measurement=measurement, length=length, batch_size=1)
-        variant = self.variant(data, one.name, lambda: self.exact)
+        variant = self.variant(data, one.name, lambda: self.planned.exact.model)
         first = self.study.measure(variant.of(conditions), measure, label=variant.label).values[0]
         if cost == "cache":
             return replace(one, cache={**one.cache, str(length): first["value"]})
@@ -482,7 +475,7 @@ class LayerSearch:
 
     def convert(self, patched: PreTrainedModel, one: Candidate) -> PreTrainedModel:
         """Return the model of a candidate, with the options and the learned parts of a patched one."""
-        return convert_as_planned(self.exact, patched, one.plan(mechanisms_of(patched)))
+        return convert_as_planned(self.planned.exact.model, patched, one.plan(mechanisms_of(patched)))
 
     def choose(self, rows: Sequence[Candidate], informative: bool) -> tuple[Candidate, bool]:
         """Choose a candidate; where none is within the budget, the nearest one, with False."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -161,12 +162,20 @@ def models() -> tuple[Any, Any]:
 
 def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, budget: str, **more: Any) -> Any:
     """The result of a search, in memory unless a `folder` is given."""
-    fingerprint, folder = more.pop("fingerprint", ""), more.pop("folder", None)
+    fingerprint, folder, heads = more.pop("fingerprint", ""), more.pop("folder", None), more.pop("heads", ())
     conditions = Conditions("gpt2", fingerprint, measurement="perplexity")
-    measurements = {"choice": (conditions, choice), "verification": (conditions, verification)}
-    variant = Variant("elu", "elu", lambda: linear)
+    one: Any = SimpleNamespace(
+        exact=SimpleNamespace(model=exact),
+        inputs=SimpleNamespace(measurements=((conditions, choice), (conditions, verification)), tokens=[0]),
+        settings=SimpleNamespace(seconds=more.pop("seconds", 2.0)),
+        linear=Variant("elu", "elu", lambda: linear),
+        timed=linear,
+        lengths=more.pop("lengths", ()),
+        positions_note="",
+    )
+    assert not more
     with open_study(folder, "test", {}, resume=True) as study:
-        return LayerSearch(study, exact, linear, measurements, Budget.parse(budget), variant, **more).run()
+        return LayerSearch(study, one, Budget.parse(budget), heads).run()
 
 
 @pytest.fixture
