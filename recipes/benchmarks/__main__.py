@@ -56,7 +56,7 @@ def parser_of(name: str) -> ArgumentParser:
     function = benchmark_of(name)
     program, description = f"python -m recipes.benchmarks {name}", inspect.getdoc(function)
     parser = ArgumentParser(prog=program, description=description, formatter_class=HelpFormatter)
-    parser.add_function_arguments(function)
+    parser.add_function_arguments(function, as_group=False)
     parser.add_argument("--output", type=str, default=f"benchmark-{name}", help="folder for records and results")
     parser.add_argument("--resume", action="store_true", help="go on with the records in the folder")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads, for all alike")

@@ -173,6 +173,18 @@ def _whole_models(rows: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def short_inputs_table() -> str:
+    """The speedup of the default mechanism at the lengths of most inputs, and the highest possible one behind it."""
+    results = Results.read("models-short.json")
+    titles = {"forward": "forward pass", "forward+backward": "training step", "prefill": "prompt", "decoding": "token"}
+    keys = ["model", "pass", "length"]
+    speedups = results.rows.pivot(index=keys, columns="attention", values="speedup.median")
+    cells = speedups["window"].map("{:.2f}".format) + speedups[FREE].map(" of {:.2f}".format, na_action="ignore").fillna("")
+    table = cells.unstack("length").loc[[*results.rows[keys[:2]].drop_duplicates().itertuples(index=False)]]
+    table = table.rename(columns=lambda length: f"{length:,} tokens").reset_index()
+    return f"{results.machine}.\n\n{to_markdown(table.assign(**{'pass': table['pass'].map(titles)}), text_columns=2)}"
+
+
 def compiled_table() -> str:
     """Eager and compiled time of a forward pass and of a token, exact and linear."""
     results = Results.read("compiled.json")
@@ -479,6 +491,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan-heads": plan_table,
     "rivals": rivals_table,
     "rivals-short": partial(rivals_table, RIVALS_ROWS, RIVALS_COLUMNS),
+    "short-inputs": short_inputs_table,
     "sentence-encoder": sentence_encoder_tables,
     "smollm2": partial(smollm2_table, SMOLLM2_ROWS),
     "smollm2-controls": smollm2_table,
