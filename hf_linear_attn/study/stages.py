@@ -174,6 +174,10 @@ class Run:
         for record in self.study.records:
             if record.label and record.id == self._conditions(record.label).id:
                 self.state[record.label] = {row["metric"]: row["value"] for row in record.values}
+        count = self.process.num_processes
+        if (before := self.state.get("processes", {}).get("processes", count)) != count:
+            remedy = f"Batches would have another size: resume it with {before}."
+            raise ValueError(f"resume: {str(self.folder)!r} was begun with {before} processes, now {count}. {remedy}")
         self.doing = "between two stages"
         self._spoke = time.monotonic()
         self._is_prepared = False

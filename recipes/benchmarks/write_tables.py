@@ -179,7 +179,9 @@ def short_inputs_table() -> str:
     titles = {"forward": "forward pass", "forward+backward": "training step", "prefill": "prompt", "decoding": "token"}
     keys = ["model", "pass", "length"]
     speedups = results.rows.pivot(index=keys, columns="attention", values="speedup.median")
-    cells = speedups["window"].map("{:.2f}".format) + speedups[FREE].map(" of {:.2f}".format, na_action="ignore").fillna("")
+    cells = speedups["window"].map("{:.2f}".format) + speedups[FREE].map(
+        " of {:.2f}".format, na_action="ignore"
+    ).fillna("")
     table = cells.unstack("length").loc[[*results.rows[keys[:2]].drop_duplicates().itertuples(index=False)]]
     table = table.rename(columns=lambda length: f"{length:,} tokens").reset_index()
     return f"{results.machine}.\n\n{to_markdown(table.assign(**{'pass': table['pass'].map(titles)}), text_columns=2)}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification
 
 from hf_linear_attn.data.task_data import TaskData
@@ -135,6 +136,22 @@ def test_a_finished_run_resumes_to_itself(folder: Path) -> None:
     before = weights(folder / "complete")
     convert(convert_config(folder / "encoder", folder / "task", folder / "complete", resume=True), console=quiet())
     assert weights(folder / "complete") == before
+
+
+def test_another_number_of_processes_does_not_resume(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batches would be smaller or larger than before, in silence."""
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        at_step(patch, "distill", 3, kill)
+        with pytest.raises(Killed):
+            convert(convert_config(*paths), console=quiet())
+    before = {path: path.read_bytes() for path in paths[2].rglob("*") if path.is_file()}
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    with pytest.raises(ValueError, match=r"was begun with 1 processes, now 2\. .*: resume it with 1"):
+        convert(convert_config(*paths, resume=True), console=quiet())
+    assert {path: path.read_bytes() for path in paths[2].rglob("*") if path.is_file()} == before
 
 
 def test_accumulated_batches_are_one_large_batch(folder: Path, tmp_path: Path) -> None:
