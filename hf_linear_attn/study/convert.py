@@ -71,8 +71,8 @@ WINDOW_SHARE = 0.2
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
 
-#: Forward passes that a step takes: of attention transfer, of training, and of distillation with its teacher's.
-TRANSFER_COST, TRAINING_COST, DISTILLATION_COST = 2.0, 3.0, 4.0
+#: Forward passes that a step takes: of attention transfer, and of distillation with its teacher's.
+TRANSFER_COST, DISTILLATION_COST = 2.0, 4.0
 
 
 def finetune(config: FinetuneConfig | None = None, *, console: Console | None = None, **options: Any) -> dict[str, Any]:

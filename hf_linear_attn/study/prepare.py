@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -57,7 +56,7 @@ from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
 from ..utils.gguf import dequantized, split_source
-from ..utils.models import quiet_transformers, shared_copy, torch_device
+from ..utils.models import Batch, quiet_transformers, shared_copy, torch_device
 from ..utils.options import OptionError
 from ..utils.sources import loading_errors
 from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, Settings, resolve_settings, split_task
@@ -65,8 +64,6 @@ from .study import Conditions
 
 #: Kinds of models, and the auto class of each.
 KINDS = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "classifier": "AutoModelForSequenceClassification"}
-
-Batch = dict[str, Tensor]
 
 Measurement = tuple[Conditions, Metric]
 """What is measured of each variant of a model; the conditions lack what the variant adds (see `Variant.of`)."""
@@ -402,7 +399,7 @@ def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequen
     )
 
     def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
-        return padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))
+        return [*padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))]
 
     inputs = _split(train, test, batches, settings, text.source, text.sha256)
     inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from ..measure.values import Values
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_write, check_output, open_output
 from ..utils.json_lines import JsonLinesFile
@@ -50,8 +51,8 @@ COLUMNS = (
     *("stderr", "p20", "p80", "speedup", "speedup_p20", "speedup_p80", "rounds", "layer", "head", "step", "position"),
 )
 
-Values = Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Rows with `metric`, `value` and perhaps other columns of the table, such as `p20`; or a mapping metric -> value."""
+Measured = Values | Mapping[str, Any]
+"""What a measurement returns: rows of the table, or a mapping metric -> value."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Records:
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
         self._run = Run(name, utc_now(), tool, json_safe(settings), json_safe(environment))
 
-    def add(self, conditions: Conditions, values: Values, *, label: str = "", seconds: float | None = None) -> Record:
+    def add(self, conditions: Conditions, values: Measured, *, label: str = "", seconds: float | None = None) -> Record:
         """Write a measurement to the file.
 
         Raises:
@@ -253,7 +254,7 @@ class Study:
     writes: bool = True
     _learned: dict[str, Learned] = field(default_factory=dict, repr=False)
 
-    def measure(self, conditions: Conditions, function: Callable[[], Values], *, label: str = "") -> Record:
+    def measure(self, conditions: Conditions, function: Callable[[], Measured], *, label: str = "") -> Record:
         """Return the record of the conditions: the known one, or that of the values which `function` returns.
 
         Args:
@@ -269,7 +270,7 @@ class Study:
         return self.records.add(conditions, values, label=label, seconds=time.perf_counter() - start)
 
     def learned(
-        self, conditions: Conditions, train: Callable[[], tuple[Values, Learned]], *, label: str = ""
+        self, conditions: Conditions, train: Callable[[], tuple[Measured, Learned]], *, label: str = ""
     ) -> Learned:
         """Return the trained parameters of the conditions: the stored ones, or else what `train` returns.
 
