@@ -59,7 +59,7 @@ from ..utils.gguf import dequantized, split_source
 from ..utils.models import Batch, quiet_transformers, shared_copy, torch_device
 from ..utils.options import OptionError
 from ..utils.sources import loading_errors
-from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, Settings, resolve_settings, split_task
+from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, Settings, resolve_settings
 from .study import Conditions
 
 #: Kinds of models, and the auto class of each.
@@ -559,8 +559,8 @@ def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Tex
     """Load the model, and those of further tasks, with their data; every error of the input is raised here."""
     for name in config.attention or ():
         check_mechanism(name)
-    for entry in config.data.task or ():
-        TASKS.get(split_task(entry)[0])
+    for name in config.data.tasks:
+        TASKS.get(name)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     labels: dict[str, str] = {}

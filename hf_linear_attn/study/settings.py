@@ -76,14 +76,19 @@ class EvaluationData:
         return DataConfig(dataset=dataset, task=self.own_task, **{name: getattr(self, name) for name in names})
 
     @property
+    def tasks(self) -> dict[str, str | None]:
+        """The tasks, each with the folder of its model (None: MODEL itself)."""
+        return dict(map(split_task, self.task or ()))
+
+    @property
     def own_task(self) -> str | None:
         """The task that MODEL itself is a classifier for."""
-        return next((name for name, folder in map(split_task, self.task or ()) if folder is None), None)
+        return next((name for name, folder in self.tasks.items() if folder is None), None)
 
     @property
     def other_tasks(self) -> dict[str, str]:
         """Further tasks, with the folders of their models."""
-        return {name: folder for name, folder in map(split_task, self.task or ()) if folder is not None}
+        return {name: folder for name, folder in self.tasks.items() if folder is not None}
 
 
 @dataclass(frozen=True)
