@@ -151,9 +151,9 @@ def snapkv(layer: Any, hidden: Tensor, keys: Tensor, values: Tensor, rotary: Any
     """Score keys by the attention of the last queries, which are kept (Li et al. 2024, arXiv:2404.14469)."""
     count, heads = keys.shape[2], keys.shape[1]
     cos, sin = (part[:, None] for part in rotary(torch.arange(count - VOTERS, count)))
-    own = queries(layer, hidden[:, -VOTERS:])
-    own = grouped(own * cos + rotate_half(own) * sin, heads)
-    logits = own @ keys[:, :, None].transpose(-1, -2) * layer.scaling
+    query = queries(layer, hidden[:, -VOTERS:])
+    query = grouped(query * cos + rotate_half(query) * sin, heads)
+    logits = query @ keys[:, :, None].transpose(-1, -2) * layer.scaling
     future = torch.ones(VOTERS, count, dtype=torch.bool).triu(count - VOTERS + 1)
     weights = logits.masked_fill(future, -torch.inf).softmax(-1)[..., :-VOTERS]
     votes = avg_pool1d(weights.mean(3).flatten(0, 1), SPREAD, padding=SPREAD // 2, stride=1)
@@ -172,9 +172,9 @@ def expected_attention(layer: Any, hidden: Tensor, keys: Tensor, values: Tensor,
     `softmax(s μ·k + s² kᵀΣk / 2) |v|`, with the scale s of the attention, as mean over the heads of a group.
     """
     count, heads = keys.shape[2], keys.shape[1]
-    own = queries(layer, hidden[:, SINKS:])
-    mean = own.mean(2, keepdim=True)
-    covariance = (own - mean).transpose(-1, -2) @ (own - mean) / own.shape[2]
+    query = queries(layer, hidden[:, SINKS:])
+    mean = query.mean(2, keepdim=True)
+    covariance = (query - mean).transpose(-1, -2) @ (query - mean) / query.shape[2]
     cos, sin = (part[0].mean(0) for part in rotary(torch.arange(count, count + FUTURE)))
     identity = torch.eye(cos.shape[-1])
     rotation = (identity * cos + rotate_half(identity) * sin).T  # x ↦ x cos + rotate_half(x) sin, as a matrix
@@ -238,13 +238,13 @@ def read_context(model: PreTrainedModel, ids: Sequence[int], rivals: Sequence[st
     extra = {"layer_type": "full_attention"} if rivals and "layer_type" in _parameters(base.rotary_emb) else {}
 
     def score(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        own, hidden = cache.layers[layer.layer_idx], kwargs.get("hidden_states", args[0] if args else None)
-        if own.is_sliding:
+        cached, hidden = cache.layers[layer.layer_idx], kwargs.get("hidden_states", args[0] if args else None)
+        if cached.is_sliding:
             return
         rotary = lambda positions: base.rotary_emb(hidden, positions[None], **extra)  # noqa: E731
         for name in rivals:
             start = time.perf_counter()
-            scores[name][layer.layer_idx] = SCORES[name](layer, hidden, own.keys, own.values, rotary)
+            scores[name][layer.layer_idx] = SCORES[name](layer, hidden, cached.keys, cached.values, rotary)
             scoring[name] += time.perf_counter() - start
 
     layers = [layer.self_attn for layer in base.layers] if rivals else []
@@ -408,7 +408,7 @@ class Rivals:
         rival, share = variant.rsplit("-", 1)
         return context.pressed(rival, float(share) / 100)
 
-    def conditions(self, variant: str, measurement: str, **own: Any) -> Conditions:
+    def conditions(self, variant: str, measurement: str, **where: Any) -> Conditions:
         depends: dict[str, tuple[str, ...]] = {
             "text": ("continuation", "greedy"),
             "recall": ("seed",),
@@ -419,7 +419,7 @@ class Rivals:
         names = (*depends[measurement], *(("window_size", "search_length") if variant in OURS else ()))
         files = ("test_text",) if measurement == "text" else ("train_text",) if variant in OURS else ()
         settings = {name: options[name] for name in names} | {name: Path(str(options[name])).name for name in files}
-        return Conditions(self.name, "", variant, measurement, settings=settings, **own)
+        return Conditions(self.name, "", variant, measurement, settings=settings, **where)
 
     @cached_property
     def tokens(self) -> dict[int, list[list[int]]]:
@@ -467,8 +467,8 @@ class Rivals:
                     self.study.measure(conditions, partial(self.text, variant, length, index))
                 for task in config.tasks if index < config.trials else ():
                     for variant in self.variants:
-                        own = {"length": length, "task": task, "seed": index}
-                        conditions = self.conditions(variant, "recall", **own)
+                        where = {"length": length, "task": task, "seed": index}
+                        conditions = self.conditions(variant, "recall", **where)
                         self.study.measure(conditions, partial(self.recall, variant, length, task, index))
                 self.report()
 
@@ -484,13 +484,13 @@ class Rivals:
             part = frame[frame["length"] == length]
             texts = part.pivot_table("value", "seed", ["attention", "metric"], aggfunc="first")
             for variant in self.variants:
-                own = part[part["attention"] == variant]
-                if not len(own):
+                measured = part[part["attention"] == variant]
+                if not len(measured):
                     continue
                 row: dict[str, Any] = {"length": length, "variant": variant, "preparation": prepared.get(variant, 0.0)}
-                if "output" in set(own["metric"]):
+                if "output" in set(measured["metric"]):
                     row |= _compare(texts[variant], texts[EXACT])
-                scores = own[own["metric"] == "scores"].groupby("task", sort=False)["value"].sum()  # of lists
+                scores = measured[measured["metric"] == "scores"].groupby("task", sort=False)["value"].sum()  # of lists
                 row["recall"] = {
                     task: {"score": sum(one) / len(one), "prompts": len(one)} for task, one in scores.items()
                 }
@@ -518,16 +518,16 @@ EXPLANATION = (
 )
 
 
-def _compare(own: pd.DataFrame, exact: pd.DataFrame) -> dict[str, Any]:
+def _compare(variant: pd.DataFrame, exact: pd.DataFrame) -> dict[str, Any]:
     """What was measured on texts, a row each, beside the same of the exact model."""
-    own, exact = own.dropna(), exact.loc[own.dropna().index]
-    pairs = {name: list(zip(own[name], exact[name], strict=True)) for name in own.columns if name in exact}
-    row: dict[str, Any] = {"texts": len(own)}
-    row |= {name: float(own[name].astype(float).mean()) for name in ("loss", "bytes")}
+    variant, exact = variant.dropna(), exact.loc[variant.dropna().index]
+    pairs = {name: list(zip(variant[name], exact[name], strict=True)) for name in variant.columns if name in exact}
+    row: dict[str, Any] = {"texts": len(variant)}
+    row |= {name: float(variant[name].astype(float).mean()) for name in ("loss", "bytes")}
     row["likeliest"] = fmean(_equal(one, other) for one, other in pairs["likeliest"])
     row["output"] = fmean(_common(one, other) for one, other in pairs["output"])
     for name in ("prompt_seconds", "token_seconds"):
-        row[name] = float(own[name].astype(float).median())
+        row[name] = float(variant[name].astype(float).median())
         row[name.replace("seconds", "ratio")] = median(one / other for one, other in pairs[name])
     return row
 
@@ -569,9 +569,9 @@ def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure, grid = new_figure(3.2 * max(len(lengths), 1), max(len(lengths), 1), 1 + len(tasks), squeeze=False)
         for panels, length in zip(grid, lengths, strict=False):
-            own = {row["variant"]: row for row in rows if row["length"] == length and "bytes" in row}
-            for name, row in own.items():
-                share, loss = 100 * row["bytes"] / own[EXACT]["bytes"], row["loss"] - own[EXACT]["loss"]
+            measured = {row["variant"]: row for row in rows if row["length"] == length and "bytes" in row}
+            for name, row in measured.items():
+                share, loss = 100 * row["bytes"] / measured[EXACT]["bytes"], row["loss"] - measured[EXACT]["loss"]
                 style = {"marker": "o" if name in (EXACT, *QUANTIZED) or name.rsplit("-", 1)[0] in PRESSES else "^"}
                 panels[0].plot([share], [loss], color="black", markersize=4, **style)
                 panels[0].annotate(name, (share, loss), xytext=(3, 3), textcoords="offset points", fontsize=6)

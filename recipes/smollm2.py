@@ -312,9 +312,9 @@ def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
         for length, part in recall.iterrows():
             row[f"recall, {length:,}"] = "{:.0f} % [{:.0f}, {:.0f}]".format(*100 * part[["score", "low", "high"]])
         for step in one.get("decoding", ()):
-            own, exact = ({item["metric"]: item["value"] for item in step[key]} for key in ("own", EXACT))
-            row[f"time of a token, {step['context']:,}"] = f"{own['seconds'] / exact['seconds']:.2f}"
-            row[f"cache, {step['context']:,}"] = f"{100 * own['cache_bytes'] / exact['cache_bytes']:.0f} %"
+            costs, exact = ({item["metric"]: item["value"] for item in step[key]} for key in ("own", EXACT))
+            row[f"time of a token, {step['context']:,}"] = f"{costs['seconds'] / exact['seconds']:.2f}"
+            row[f"cache, {step['context']:,}"] = f"{100 * costs['cache_bytes'] / exact['cache_bytes']:.0f} %"
         rows.append(row)
     return pd.DataFrame(rows).fillna("–")
 
@@ -329,7 +329,7 @@ def loss_plot(measured: dict[str, Any]) -> bytes:
         figure, axes = new_figure(3.4)
         axes.axhline(0.0, color="black", linewidth=1, label=EXACT)
         for name, result in results.items():
-            losses = [own - other for own, other in zip(result["by_position"], exact["by_position"], strict=True)]
+            losses = [loss - base for loss, base in zip(result["by_position"], exact["by_position"], strict=True)]
             label = name if min(losses) < LARGEST_LOSS else f"{name} ({min(losses):.1f} to {max(losses):.1f})"
             axes.plot(positions, losses, marker="o", label=label)
         axes.set_ylim(top=min(axes.get_ylim()[1], LARGEST_LOSS))

@@ -186,8 +186,8 @@ class PromptMaker:
             references = [needles[index].answer for index in answers]
             depth = needles[answers[0]].depth if len(answers) == 1 else math.nan
             count = sum(map(len, references)) + slack * len(references)
-            said = [positions[index] for index in answers]
-            prompts.append(Prompt([*ids, *padding, *question], references, said, len(ids), depth, count))
+            answer_positions = [positions[index] for index in answers]
+            prompts.append(Prompt([*ids, *padding, *question], references, answer_positions, len(ids), depth, count))
         return prompts
 
 
@@ -264,8 +264,7 @@ def _niah(
         pieces: Iterator[list[int]] = ([*one.before, *one.answer, *one.after] for one in distractors)
     else:
         pieces = filler(maker, rng)
-    said = [one for _, one in needles]
-    return maker.prompts(length, said, questions[: len(depths)], pieces, header=_header(kind))
+    return maker.prompts(length, [one for _, one in needles], questions[: len(depths)], pieces, header=_header(kind))
 
 
 def _header(kind: str) -> str:
@@ -277,10 +276,10 @@ def _header(kind: str) -> str:
 
 def _question(maker: PromptMaker, what: str, several: bool = False) -> list[int]:
     if several:
-        asked = f"What are all the special magic {what} mentioned in the provided text?"
-        return maker.encode(f"\n{asked} The special magic {what} mentioned in the provided text are")
-    asked = f"What is the special magic {what} mentioned in the provided text?"
-    return maker.encode(f"\n{asked} The special magic {what} mentioned in the provided text is")
+        question = f"What are all the special magic {what} mentioned in the provided text?"
+        return maker.encode(f"\n{question} The special magic {what} mentioned in the provided text are")
+    question = f"What is the special magic {what} mentioned in the provided text?"
+    return maker.encode(f"\n{question} The special magic {what} mentioned in the provided text is")
 
 
 def _niah_single(

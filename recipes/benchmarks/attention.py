@@ -161,16 +161,16 @@ def measure(setting: Setting, keys: Sequence[Key], length: int, seconds: float) 
         samples = sample_interleaved(calls, seconds=seconds, device=torch.device(setting.device))
     rows: Rows = []
     for name, backend in keys:
-        own, form = samples[name, backend], forms[name]
-        row: dict[str, Any] = {"attention": name, "backend": backend, "seconds": spread(own)}
+        times, form = samples[name, backend], forms[name]
+        row: dict[str, Any] = {"attention": name, "backend": backend, "seconds": spread(times)}
         if (BASELINE, "") in samples:
-            row["speedup"] = ratio(samples[BASELINE, ""], own)
+            row["speedup"] = ratio(samples[BASELINE, ""], times)
         if form.features is not None:
             limit = [factor * value for value in samples[form.features]]
-            row |= {"limit": "products", "over_limit": ratio(own, limit)}
+            row |= {"limit": "products", "over_limit": ratio(times, limit)}
         elif name in ATTENTIONS:
             share = factor * count_flops(inputs.call(form.attend, False)) / product_flops
-            row |= {"limit": "operations", "over_limit": ratio(own, [share * value for value in samples["product"]])}
+            row |= {"limit": "operations", "over_limit": ratio(times, [share * value for value in samples["product"]])}
         rows.append(row)
     return rows
 

@@ -113,8 +113,8 @@ def glue(
     with tempfile.TemporaryDirectory() as work:
         for seed, task, variant, mechanism in product(seeds, tasks, variants, (None, *mechanisms)):
             data = {**options["data"], "task": task, "folder": folder}
-            own = {"model": model, "data": data, "seed": seed}
-            exact = partial(finetuned, options, "teacher", output=Path(work, f"{task}-{seed}"), **own)
+            settings = {"model": model, "data": data, "seed": seed}
+            exact = partial(finetuned, options, "teacher", output=Path(work, f"{task}-{seed}"), **settings)
             row = {"attention": mechanism, **MECHANISMS.get(str(mechanism), {})}
             changed = {**base, **row, "control": mechanism is None, "seed": seed}
             changed["distill"] = {**base["distill"], **VARIANTS[variant]}

@@ -97,8 +97,8 @@ class Decoder:
                 self.advance(token, self.state)
                 return
             # As in `generate`, the state belongs to nobody else, and may be overwritten.
-            own = self.state if isinstance(self.state, InPlaceState) else InPlaceState(self.state or {})
-            self.state = self.advance(token, own)
+            state = self.state if isinstance(self.state, InPlaceState) else InPlaceState(self.state or {})
+            self.state = self.advance(token, state)
 
         return workloads.on_backend(step, self.backend)
 

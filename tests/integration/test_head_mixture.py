@@ -30,7 +30,7 @@ def mixed(family: Family, name: str = "window") -> PreTrainedModel:
 
 
 @EACH_FAMILY
-def test_heads_come_back_to_their_places(family: Family) -> None:
+def test_heads_return_in_their_order(family: Family) -> None:
     """Where the mechanism is exact too, the model is the unpatched one."""
     model = family.build()
     expected = logits(model, token_ids())

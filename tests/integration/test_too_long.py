@@ -66,7 +66,7 @@ def test_tokens_of_a_cache_count(architecture):
 
 
 @torch.no_grad()
-def test_positions_that_are_given_may_begin_again():
+def test_explicit_positions_may_begin_again():
     model, positions = build("gpt2"), torch.arange(60)[None] % 40
     inputs = {"attention_mask": torch.ones(1, 60, dtype=torch.long)}
     assert logits(model, token_ids(1, 60), position_ids=positions, **inputs).shape[1] == 60

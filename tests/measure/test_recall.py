@@ -194,7 +194,7 @@ def test_questions_about_one_text_share_a_pass_over_it(attention: str | None) ->
     assert together == [next(generate_answers(model, [prompt], 1, 0)) for prompt in prompts]
 
 
-def test_a_sentence_is_found_in_the_document_that_holds_it() -> None:
+def test_the_document_of_a_sentence_is_retrieved() -> None:
     options: dict[str, Any] = {"lengths": (64,), "trials": 16}
     everything = measure_recall(WordCounts(64), WordTokenizer(), depths=(0.0, 1.0), **options)
     assert everything.table["correct"].mean() > 0.8
@@ -247,7 +247,7 @@ def test_an_encoder_decoder_is_refused() -> None:
         measure_recall(model, tiny_tokenizer(), lengths=(60,))
 
 
-def test_an_answer_with_letters_that_the_tokenizer_does_not_know_is_not_found_in_every_output() -> None:
+def test_an_answer_of_unknown_letters_is_not_in_every_output() -> None:
     known = ["<unk>", "<pad>", *string.ascii_lowercase, *"0123456789 .,:-?()\nTHIMWSAO"]
     characters = Tokenizer(WordLevel({token: number for number, token in enumerate(known)}, unk_token="<unk>"))
     characters.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")

@@ -216,7 +216,7 @@ def test_another_number_of_rows_is_not_computed_by_the_prepared_step() -> None:
         assert not prepared.matches(decoder.module, whole)
 
 
-def test_copies_of_a_state_are_plain_and_of_its_size() -> None:
+def test_copies_of_a_state_are_dicts_of_its_size() -> None:
     decoder = Decoder("window")
     decoder.steps(3)
     for copied in (copy.deepcopy(decoder.own), pickle.loads(pickle.dumps(decoder.own))):

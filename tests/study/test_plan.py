@@ -378,7 +378,7 @@ def test_exit_codes_and_the_plan_patches(folder: Path, tmp_path: Path, capsys: p
     assert "of 3 self-attention layers are linear" in capsys.readouterr().out
 
 
-def test_nothing_is_planned_where_the_data_cannot_judge(
+def test_nothing_is_planned_where_the_data_cannot_measure(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of random weights predicts no better with attention than without."""

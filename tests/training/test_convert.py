@@ -138,7 +138,7 @@ def test_the_control_stands_beside_the_conversion(folder: Path, tmp_path: Path) 
         assert "| after distillation | " in text
 
 
-def test_data_that_cannot_judge_attention(folder: Path, tmp_path: Path) -> None:
+def test_data_that_cannot_measure_attention(folder: Path, tmp_path: Path) -> None:
     """A decoder that was not trained is no better with its attention than without it."""
     screen = io.StringIO()
     options = {"task_type": "causal-lm", "data__text_columns": ["text"], "teacher__max_steps": None, "attention": "elu"}

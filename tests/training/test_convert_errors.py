@@ -13,7 +13,7 @@ from hf_linear_attn.study.study import check_study
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, weights
 
 
-def test_a_missing_head_is_found_before_rows_are_read(
+def test_a_missing_head_is_an_error_before_rows_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*args: Any) -> None:

@@ -340,7 +340,7 @@ def test_the_teacher_within_adapters_is_the_exact_model(tmp_path: Path) -> None:
     assert not torch.allclose(student.eval()(input_ids=ids).logits, expected, atol=1e-3)
 
 
-def test_the_teacher_is_given_back_as_it_was(tmp_path: Path) -> None:
+def test_the_teacher_is_restored(tmp_path: Path) -> None:
     """While it is a teacher it is frozen and without dropout; afterwards it can be trained on."""
     teacher = classifier(dropout=0.1).train()
     teacher.get_input_embeddings().requires_grad_(False)
