@@ -40,7 +40,7 @@ INTRODUCTION = f"""# Command line
 #: Verbs whose options others share.
 REFERRED = ("convert", "evaluate")
 
-TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "mapping"}
+TYPE_NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", dict: "mapping"}
 
 
 def main(arguments: list[str]) -> int:
