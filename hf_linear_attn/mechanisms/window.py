@@ -37,7 +37,7 @@ CLOSED_MIX = -10_000.0
 UNFITTED_MIX = -100.0
 
 #: Feature maps outside the window, by default. In decoders fitted codes are worth 0.07 to 0.39 nats beside windows of
-#: 64 tokens before any training (SmolLM2-135M, 1,024 to 2,048 tokens of three texts), and hedgehog's features nothing.
+#: 64 tokens before any training (SmolLM2-135M, rows of 2,048 tokens of four texts), and hedgehog's features nothing.
 CAUSAL_MAP, BIDIRECTIONAL_MAP = "vq", "hedgehog"
 
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
