@@ -54,7 +54,7 @@ def models(
         attention: Names of mechanisms.
         shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2.
         dtypes: Names of torch dtypes.
-        passes: forward, prefill, forward+backward, decoding (one token after a context; decoders only).
+        passes: forward, forward+backward, and of decoders prefill and decoding (one token after a context).
         lengths: Tokens of the row, or of the context.
         seconds: Time for each cell; at least three rounds are timed.
         seed: Of random weights and random features.
@@ -66,7 +66,7 @@ def models(
             all_models = _patched(model, attention, max(lengths) + 1024, seed)
             settings = {"names": list(all_models), "seconds": seconds, "seed": seed}
             for done in passes:
-                if done == DECODING and not model.can_generate():
+                if done in ("prefill", DECODING) and not model.can_generate():
                     continue
                 for length in sorted(lengths):
                     facts = {"model": shape, "dtype": dtype, "pass": done, "length": length}
