@@ -439,7 +439,7 @@ def test_frequencies_of_rotary_positions_are_found_from_keys(
     architecture: str, config: dict[str, Any], expected: list[list[float] | None]
 ) -> None:
     keys: list[Tensor] = []
-    model = hla.patch_model(tiny_model(architecture, **config), "window")
+    model = hla.patch_model(tiny_model(architecture, pad_token_id=0, **config), "window")
     with torch.no_grad(), observe_attention(model, lambda call: keys.append(call.key)):
         for first in (0, 3):
             model(token_ids(1, 12), position_ids=first + torch.arange(12).unsqueeze(0))
