@@ -302,20 +302,18 @@ def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: 
         ω, or None where keys do not differ, or no rotation explains how they do.
     """
     width, fits = keys.shape[-1], []
-    for frequencies in rotary_buffers(model):
-        size, zeros = 2 * len(frequencies), keys.new_zeros(max(width - 2 * len(frequencies), 0))
-        for interleaved in (False, True) if size <= width else ():
-            pairs = frequencies.to(keys).repeat_interleave(2) if interleaved else frequencies.to(keys).repeat(2)
-            for first, whole in ((0, torch.cat([pairs, zeros])), (width - size, torch.cat([zeros, pairs]))):
-                part = keys[..., first : first + size]
-                turned = part.clone()
-                if interleaved:
-                    turned[..., ::2], turned[..., 1::2] = -part[..., 1::2], part[..., ::2]
-                else:
-                    turned = torch.cat([-part[..., size // 2 :], part[..., : size // 2]], dim=-1)
-                angles = distance * pairs
-                rotated = keys.clone()
-                rotated[..., first : first + size] = part * angles.cos() + turned * angles.sin()
+    for buffer in rotary_buffers(model):
+        frequencies, size = buffer.to(keys), 2 * len(buffer)
+        if size > width:
+            continue
+        cos, sin = (distance * frequencies).cos(), (distance * frequencies).sin()
+        columns = torch.arange(size, device=keys.device)
+        for pairs in (columns.view(2, -1), columns.view(-1, 2).T):  # half a width apart, side by side
+            for first, second in (pairs, pairs + width - size):
+                rotated, whole = keys.clone(), keys.new_zeros(width)
+                rotated[..., first] = keys[..., first] * cos - keys[..., second] * sin
+                rotated[..., second] = keys[..., second] * cos + keys[..., first] * sin
+                whole[first] = whole[second] = frequencies
                 fits.append((float((rotated - later).norm()), whole))
     difference, whole = min(fits, key=lambda fit: fit[0], default=(math.inf, keys))
     return whole if difference <= LARGEST_ROTATION_ERROR * float((later - keys).norm()) else None

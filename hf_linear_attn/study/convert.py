@@ -566,7 +566,8 @@ def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> P
         model, progress = run.train("distill", models.add_adapters(student, config.distill), stage)
         return model.merge_and_unload(), progress
 
-    before = {name: value.detach().clone() for name, value in student.named_parameters()}
+    saved = student.named_parameters() if result == "distilled" else ()  # the control is not taken back
+    before = {name: value.detach().clone() for name, value in saved}
     student = run.learned(stage, student, train, "").eval()
     if result not in run.state:
         run.record(result, best_metrics(run.state[stage]) or run.measure(result, student))
