@@ -326,10 +326,10 @@ class _Layer:
             exact = ((logits - normaliser).exp() * outside) @ codes
             inside = (logits - normaliser).masked_fill(outside.bool(), float("-inf")).logsumexp(dim=-1)
             features, log_scale = self.map.query(query.double(), call.scaling)  # in float32 the smallest would be zero
-            given = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (outside @ codes).log()
+            implied = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (outside @ codes).log()
             if isinstance(self.linear, WindowAttention):
-                given = given + self.linear.added_mix(self._inputs(block))[:, :, counted].unsqueeze(-1).float()
-            self.codes.append((exact[0], given[0], inside[0]))
+                implied = implied + self.linear.added_mix(self._inputs(block))[:, :, counted].unsqueeze(-1).float()
+            self.codes.append((exact[0], implied[0], inside[0]))
 
     def weigh_codes(self) -> None:
         """Find the biases with the least mean divergence of exact from implied weights, both summed by code.
@@ -338,17 +338,17 @@ class _Layer:
         """
         if not self.codes:
             return
-        exact, given, inside = (torch.cat(parts, dim=1) for parts in zip(*self.codes, strict=True))
+        exact, implied, inside = (torch.cat(parts, dim=1) for parts in zip(*self.codes, strict=True))
         if not exact.shape[1]:
             return
         every = -(-exact.shape[1] // COUNTED_QUERIES)
-        exact, given, inside = exact[:, ::every], given[:, ::every], inside[:, ::every]
+        exact, implied, inside = exact[:, ::every], implied[:, ::every], inside[:, ::every]
         bias, expected = torch.zeros_like(exact[:, 0], requires_grad=True), exact.mean(dim=1)
         optimizer = torch.optim.LBFGS([bias], max_iter=BIAS_STEPS, line_search_fn="strong_wolfe")
 
         def divergence() -> Tensor:
             optimizer.zero_grad()
-            total = torch.logaddexp((given + bias.unsqueeze(1)).logsumexp(dim=2), inside)
+            total = torch.logaddexp((implied + bias.unsqueeze(1)).logsumexp(dim=2), inside)
             value = total.mean(dim=1).sum() - (expected * bias).sum() + BIAS_DECAY * bias.square().sum()
             value.backward()
             return value
@@ -356,7 +356,7 @@ class _Layer:
         with torch.enable_grad():
             optimizer.step(divergence)
         bias = bias.detach()
-        shares, logits = exact.sum(dim=2), (given + bias.unsqueeze(1)).logsumexp(dim=2) - inside
+        shares, logits = exact.sum(dim=2), (implied + bias.unsqueeze(1)).logsumexp(dim=2) - inside
         shift = _shift(logits, shares)
         self.map.weigh(bias + shift.unsqueeze(1))
         if isinstance(self.linear, WindowAttention):
