@@ -124,12 +124,11 @@ def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: b
     total = sum(pieces)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(case.device, case.dtype)
+        return torch.randn(*shape, generator=generator, device="cpu").to(case.device, case.dtype)
 
     inputs = draw(2, 2, total, case.head_dim), draw(2, 1, total, case.head_dim), draw(2, 1, total, case.value_dim)
-    mask = (torch.arange(total) % 7 != 3).repeat(2, 1)
+    mask = (torch.arange(total, device=case.device) % 7 != 3).repeat(2, 1)
     mask[0, : total // 3] = False
-    mask = mask.to(case.device)
     maps = _random_map(fused[0], draw, 2, total, double), _random_map(fused[1], draw, 1, total, double)
     leaves = [(tensor.double() if double else tensor).requires_grad_(case.learning) for tensor in inputs]
     outputs, state, start = [], None, 0

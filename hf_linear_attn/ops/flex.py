@@ -1,7 +1,7 @@
 """Windowed attention on GPUs: FlexAttention for the exact weights, kernelized attention for the others.
 
     N_i = Σ_near exp(τ q_i·k_j - c_i) = exp(lse_i - c_i)             c_i: the largest exact logit
-    F_i = exp(g_i) Σ_far φ(q_i)·φ(k_j)
+    F_i = exp(g_i) Σ_far φ(q_i)·φ(k_j)                               with a log scale s_i of queries also exp(s_i - c_i)
     o_i = (N_i near_i + F_i far_i) / (N_i + F_i)
 
 FlexAttention (Dong et al. 2024, arXiv:2412.05496) computes near_i, lse_i and c_i, with a block mask of windows and
@@ -26,7 +26,7 @@ from .common import KVState, State, compute_dtype, group_heads, mask_tokens, wei
 from .kernel_inputs import unsupported_inputs
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
 from .triton.backend import TritonBackend, installed
-from .windowed import FLOOR, gather_tokens, make_ring, pad_tokens
+from .windowed import FLOOR, LARGEST_GAP, gather_tokens, make_ring, pad_tokens
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask  # imports torch.compile, which takes seconds
@@ -110,19 +110,22 @@ def _whole(call: WindowedCall, sinks: Tensor) -> tuple[Tensor, State | None]:
     window, mask, (batch, _, length, _) = call.window, call.mask, call.query.shape
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
     position = torch.arange(length, device=query.device)
+    mix = call.log_mixing_weights()
     valid = torch.ones(batch, length, dtype=torch.bool, device=query.device) if mask is None else mask.expand(batch, -1)
     is_sink = torch.zeros_like(valid).scatter(1, sinks.expand(batch, -1), True) & valid
-    total = _near(call, query, _Keys(key, value, (4 * position + 2 * is_sink + valid).int(), 0, sinks))
+    total, top = _near(call, query, _Keys(key, value, (4 * position + 2 * is_sink + valid).int(), 0, sinks))
     if length <= window:
         return total, None
     is_far, late, old = valid & ~is_sink, slice(window, None), slice(0, length - window)
-    far, after = _far(call, query[:, :, late], key[:, :, old], value[:, :, old], is_far[:, old])
-    far = pad_tokens(far, window, 0)
+    mix = mix.expand(-1, -1, length)
+    rows = query[:, :, late], mix[:, :, late], top[:, :, late]
+    far, after = _far(call, *rows, key[:, :, old], value[:, :, old], is_far[:, old])
+    total = total + pad_tokens(far, window, 0)
     if not call.causal:
-        rest = query[:, :, old].flip(2), key[:, :, late].flip(2), value[:, :, late].flip(2)
-        ahead, _ = _far(call, *rest, is_far[:, late].flip(1))
-        far = far + pad_tokens(ahead.flip(2), 0, window)
-    return total + call.log_mixing_weights().to(far.dtype).exp().unsqueeze(-1) * far, after
+        rows = query[:, :, old].flip(2), mix[:, :, old].flip(2), top[:, :, old].flip(2)
+        ahead, _ = _far(call, *rows, key[:, :, late].flip(2), value[:, :, late].flip(2), is_far[:, late].flip(1))
+        total = total + pad_tokens(ahead.flip(2), 0, window)
+    return total, after
 
 
 def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[Tensor, State | None]:
@@ -141,24 +144,40 @@ def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[
         )
         columns = torch.arange(call.sinks, device=code.device)[None]
         keys = _Keys(all_keys, values, code, window + call.sinks, columns)
-    far, after = _far(call, call.query, key[:, :, :length], value[:, :, :length], is_far[:, :length])
-    mix = call.log_mixing_weights().to(far.dtype).exp().unsqueeze(-1)
-    return _near(call, call.query, keys) + mix * far, after
+    total, top = _near(call, call.query, keys)
+    old = key[:, :, :length], value[:, :, :length], is_far[:, :length]
+    far, after = _far(call, call.query, call.log_mixing_weights(), top, *old)
+    return total + far, after
 
 
-def _far(call: WindowedCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, State | None]:
-    """Return `Σ_{j <= i} φ(q_i)·φ(k_j) [v_j, 1]` `[B, H, n, e + 1]`, and the state after it."""
+def _far(
+    call: WindowedCall, query: Tensor, log_mix: Tensor, top: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> tuple[Tensor, State | None]:
+    """Return `exp(g_i) Σ_{j <= i} φ(q_i)·φ(k_j) [v_j, 1]` `[B, H, n, e + 1]`, and the state after it.
+
+    log_mix g `[B | 1, H, n | 1]`; top c `[B, H, n]`, to which log scales of queries are relative.
+    """
     maps = call.query_features, call.key_features, call.fused, call.num_features
     state = None if call.state is None else KVState.from_state(call.state).state()
     own = KernelizedCall(query, key, value, *maps, True, mask=mask, state=state, return_state=call.return_state)
     backend = TritonBackend()
     if backend.unsupported_reason(own) is None:
-        return backend.totals(own)
-    return kernelized.causal(own, normalise=False)
+        total, scale, after = backend.totals(own)
+    else:
+        total, after = kernelized.causal(own, normalise=False)
+        scale = call.query_features(query.to(compute_dtype(query)), 0).log_scale
+    if scale is not None:
+        log_mix = log_mix + (scale - top).clamp(max=LARGEST_GAP)
+    return log_mix.to(total.dtype).exp().unsqueeze(-1) * total, after
 
 
-def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> Tensor:
-    """Return `Σ_j exp(τ q_i·k_j - c_i) [v_j, 1]` over the exact keys of each row, `[B, H, L, e + 1]`."""
+def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tensor]:
+    """Return `Σ_j exp(τ q_i·k_j - c_i) [v_j, 1]` over the exact keys of each row, `[B, H, L, e + 1]`, and c `[B, H, L]`.
+
+    c has no gradient where queries have a log scale: everything is relative to it then.
+    """
+    assert call.fused is not None
+    scaled = call.fused[0].scaled
     length, count, device = query.shape[2], keys.key.shape[2], query.device
     visible, inputs = _visible(keys.code, call.window, call.causal), (query, keys.key, keys.value)
     if length <= FEW_QUERIES:
@@ -167,20 +186,22 @@ def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> Tensor:
         grouped = group_heads(query.to(compute_dtype(query)) * call.scaling, keys.key.shape[1])
         logits = grouped @ keys.key.to(grouped.dtype).unsqueeze(2).transpose(-1, -2)
         logits = logits.masked_fill(~allowed, float("-inf"))
-        weights = (logits - logits.amax(dim=-1, keepdim=True).clamp_min(FLOOR)).exp()
-        return (weights @ with_ones(keys.value.to(grouped.dtype)).unsqueeze(2)).flatten(1, 2)
+        top = logits.amax(dim=-1, keepdim=True).clamp_min(FLOOR)
+        weights = (logits - (top.detach() if scaled else top)).exp()
+        total = weights @ with_ones(keys.value.to(grouped.dtype)).unsqueeze(2)
+        return total.flatten(1, 2), top.detach().squeeze(-1).flatten(1, 2)
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     mask = _block_mask(call, length, keys, visible)
     configuration = call.window, call.causal, query.dtype, *(x.shape[1::2] for x in inputs), learning, count <= BLOCK
     out, aux = _compiled(call.scaling, configuration)(*inputs, mask, None)
     blind = aux.lse < FLOOR  # rows without a key: the gradient of -inf would be NaN
     mass, top = aux.lse.masked_fill(blind, 0.0), aux.max_scores.detach().masked_fill(blind, 0.0)
-    if learning:
+    if learning and not scaled:
         threshold = top - TIE * torch.finfo(top.dtype).eps * (1 + top.abs())
         largest = _compiled(call.scaling, (*configuration, "largest"))(*inputs, mask, threshold)[1].lse
         top = top + (largest - largest.detach()).masked_fill(blind, 0.0)
     mass = (mass - top).exp().masked_fill(blind, 0.0).unsqueeze(-1)
-    return torch.cat([out * mass, mass], dim=-1)
+    return torch.cat([out * mass, mass], dim=-1), top.detach()
 
 
 def _visible(code: Tensor, window: int, causal: bool) -> Callable[..., Tensor]:

@@ -122,7 +122,7 @@ def attend_from_sinks(out: Tensor, call: WindowedCall, sinks: Sinks | None) -> T
         query, key, value = query.float(), key.float(), value.float()
     folded = query.reshape(key.shape[0], key.shape[1], -1, key.shape[3])
     exact = scaled_dot_product_attention(folded, key, value, attn_mask=allowed, scale=call.scaling)
-    exact = exact.view(*query.shape[:3], -1).to(out.dtype)
+    exact = exact.reshape(*query.shape[:3], -1).to(out.dtype)
     # A token that stands twice gets its gradient once.
     twice = (sinks.position[:, :, None] == sinks.position[:, None, :]).tril(-1).any(dim=-1)
     exact = torch.where(twice[:, None, :, None], exact.detach(), exact)

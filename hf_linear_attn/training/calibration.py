@@ -286,7 +286,7 @@ class _Layer:
         if (frequencies := rotary_frequencies(model, before, later, ROTATED_BY)) is not None:
             nearest = self.linear.options.window_size if isinstance(self.linear, WindowAttention) else 1
             ends = math.log(nearest), math.log(max(max_length, nearest))
-            angles = torch.linspace(*ends, DISTANCES).exp().outer(frequencies.cpu())
+            angles = torch.linspace(*ends, DISTANCES, device="cpu").exp().outer(frequencies.cpu())
             self.damping = torch.polar(torch.ones_like(angles), angles).mean(dim=0).abs()
 
     def collect_keys(self, call: AttentionCall) -> None:

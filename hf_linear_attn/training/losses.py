@@ -274,7 +274,7 @@ def query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int, 
     ranges = []
     for part in range(parts):
         first, last = part * runs // parts, (part + 1) * runs // parts
-        start = size * int(torch.randint(first, last, (), generator=generator))
+        start = size * int(torch.randint(first, last, (), generator=generator, device="cpu"))
         ranges.append((start, min(start + size, length), last - first))
     return ranges
 

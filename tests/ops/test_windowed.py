@@ -30,7 +30,7 @@ def call_of(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=No
     log_mix = LOG_MIX[: q.shape[1]] if log_mix is None else log_mix
     size = built.num_features
     options = {"window": window, "scaling": SCALING, "log_mix": log_mix, "sinks": sinks}
-    return WindowedCall(q, k, v, *maps(built), None, size, causal, mask=mask, state=state, **options)
+    return WindowedCall(q, k, v, *maps(built), built.fused(SCALING), size, causal, mask=mask, state=state, **options)
 
 
 def fast(*inputs, **options):

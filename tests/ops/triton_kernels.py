@@ -21,7 +21,8 @@ from tests.ops.test_native import BOTH, MAPS, SCALED, assert_near, build, defini
 assert interpreted(), "run through test_triton.py"
 BACKEND = TritonBackend()
 CASES = [((1, 1, 1, 1), "none"), ((2, 3, 3, 5), "holes"), ((1, 4, 2, 63), "left"), ((2, 2, 1, 100), "holes")]
-LEARNING = sorted(set(MAPS) - SCALED)
+#: Maps with gradients: those whose keys have no log scale.
+LEARNING = sorted((set(MAPS) - SCALED) | {"vq"})
 
 
 @pytest.fixture(autouse=True)
@@ -232,13 +233,13 @@ def test_every_registered_map_that_has_a_formula():
 
 @pytest.mark.parametrize("learning", [False, True], ids=["forward", "gradients"])
 @BOTH
-@pytest.mark.parametrize("name", ["elu", "cosformer", "favor+"])
+@pytest.mark.parametrize("name", ["elu", "cosformer", "favor+", "vq"])
 def test_the_check_before_first_use(name, causal, learning, monkeypatch):
     monkeypatch.setattr(check, "PIECES", (40, 20, 1))
     feature_map = build(name, 2, 2, 9, 6)
     call = make_call(feature_map, *(tensor.requires_grad_(learning) for tensor in inputs((1, 2, 2, 10))), causal)
-    if learning and name in SCALED:
-        assert "log scale" in BACKEND.unsupported_reason(call)
+    if learning and name not in LEARNING:
+        assert "log scale of keys" in BACKEND.unsupported_reason(call)
         return
     case = check.case_of(call)._replace(learning=learning)
 
@@ -256,7 +257,7 @@ def test_the_check_before_first_use(name, causal, learning, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
-@pytest.mark.parametrize("name", ["elu", "hedgehog"])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "vq"])
 def test_totals_before_normalisation_and_their_gradients(name, kind):
     feature_map, shape = build(name, 4, 2, 9, 6), (2, 4, 2, 40)
     weight = torch.randn(2, 4, 40, 7, generator=torch.Generator().manual_seed(1))
@@ -275,9 +276,13 @@ def test_totals_before_normalisation_and_their_gradients(name, kind):
         assert_near(own, true, 2e-4)
     with torch.no_grad():
         call = make_call(feature_map, *inputs(shape), True, masks(shape, kind)).replace(return_state=True)
-        (totals, state), (_, state_true) = BACKEND.totals(call), kernelized.causal(call)
+        (totals, scale, state), (_, state_true) = BACKEND.totals(call), kernelized.causal(call)
         assert_near(totals, expected, 2e-5)
         assert_near(state["kv"], state_true["kv"], 2e-5)
+        expected_scale = call.query_features(call.query, 0).log_scale
+        assert (scale is None) == (expected_scale is None)
+        if scale is not None:
+            assert_near(scale, expected_scale, 2e-5)
 
 
 def test_what_it_refuses():

@@ -134,8 +134,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stag
     kernel[grid](*arguments, num_warps=warps, num_stages=stages)
 
 
-#: Results of the forward pass: the output, the state, the normalisers, and the sums over all keys.
-Forward = tuple[Tensor, State | None, Tensor | None, Tensor | None]
+class Forward(NamedTuple):
+    """Results of the forward pass: the output, the state, and if they are to be saved the normalisers, the sums over
+    all keys (bidirectional), and the log scales of the queries, which the normalisers lack (causal)."""
+
+    out: Tensor
+    state: State | None = None
+    normaliser: Tensor | None = None
+    sums: Tensor | None = None
+    row_scale: Tensor | None = None
 
 
 def sum_tokens(
@@ -192,7 +199,7 @@ def bidirectional(call: KernelizedCall, *, save: bool) -> Forward:
     groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
     out = token_major(batch, heads, length, value_size, value.dtype, value.device)
     if not out.numel() or not keys:
-        return out.zero_(), None, None, None
+        return Forward(out.zero_())
     assert call.fused is not None
     maps, split, scaled = _map_arguments(call), blocks(key, call), call.fused[1].scaled
     states, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
@@ -205,7 +212,7 @@ def bidirectional(call: KernelizedCall, *, save: bool) -> Forward:
         normaliser, maps[0], heads, groups, length, reads.span, split.spans, DENOMINATOR_EPS, reads.columns,
         reads.tokens, warps=reads.warps,
     )  # fmt: skip
-    return out, None, normaliser, states if save else None
+    return Forward(out, None, normaliser, states if save else None)
 
 
 def causal(call: KernelizedCall, *, save: bool) -> Forward:
@@ -215,7 +222,7 @@ def causal(call: KernelizedCall, *, save: bool) -> Forward:
     groups, value_size = key.shape[1], value.shape[3]
     out = token_major(batch, heads, length, value_size, value.dtype, value.device)
     if not out.numel():
-        return out, call.state, None, None
+        return Forward(out, call.state)
     assert call.fused is not None
     maps, split, scaled = _map_arguments(call), blocks(query, call), call.fused[1].scaled
     before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
@@ -230,14 +237,16 @@ def causal(call: KernelizedCall, *, save: bool) -> Forward:
     if scaled:
         after["log_scale"] = torch.empty(batch, groups, device=out.device)
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
+    row_scale = torch.empty_like(normaliser) if normaliser is not None and call.fused[0].scaled else None
     stages = 1 if query.dtype == torch.float32 else STAGES  # Two blocks of float32 loads do not fit either.
     launch(
         kernels.attend_causal, (batch * heads, split.spans, split.tiles), rows(query), rows(key), rows(value),
         rows(out), *mask_bytes(call.mask), states, tops, before.get("kv"), before.get("k_sum"), before.get("log_scale"),
-        after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *maps, heads, groups, length, split.span,
-        split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps, stages=stages,
+        after["kv"], after["k_sum"], after.get("log_scale"), normaliser, row_scale, *maps, heads, groups, length,
+        split.span, split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps,
+        stages=stages,
     )  # fmt: skip
-    return out, after, normaliser, None
+    return Forward(out, after, normaliser, None, row_scale)
 
 
 def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
@@ -246,32 +255,32 @@ def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
     if not call.needs_grad():
         with on_device(call.query.device):
             return (causal if call.causal else bidirectional)(call, save=False)[:2]
-    return _differentiable(call)[0], None
+    return _differentiable(call).out, None
 
 
-def totals(call: KernelizedCall) -> tuple[Tensor, State | None]:
-    """Compute a causal call of at least one token before normalisation: `Σ_j w_ij [v_j, 1]` `[B, H, L, e + 1]`.
+def totals(call: KernelizedCall) -> tuple[Tensor, Tensor | None, State | None]:
+    """Compute a causal call of at least one token before normalisation: `Σ_j w_ij [v_j, 1]` `[B, H, L, e + 1]`,
+    relative to the log scales of the queries `[B, H, L]` (None where they have none), and the state.
 
     The first e columns are the means in the dtype of the value, times the normaliser.
     """
     call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
-    state: State | None = None
     if call.needs_grad():
-        mean, normaliser = _differentiable(call)
+        result = _differentiable(call)
     else:
         with on_device(call.query.device):
-            mean, state, normaliser, _ = causal(call, save=True)
-    weight = cast(Tensor, normaliser).unsqueeze(-1)
-    return torch.cat([mean * weight, weight], dim=-1), state
+            result = causal(call, save=True)
+    weight = cast(Tensor, result.normaliser).unsqueeze(-1)
+    return torch.cat([result.out * weight, weight], dim=-1), result.row_scale, result.state
 
 
-def _differentiable(call: KernelizedCall) -> tuple[Tensor, Tensor | None]:
-    """Return the output and the normalisers (None where there are no keys), with gradients of both."""
+def _differentiable(call: KernelizedCall) -> Forward:
+    """Return the output, the normalisers (None where there are no keys), with gradients of both, and log scales."""
     assert call.fused is not None
     first, second = call.fused
     learned = (first.weight, first.bias, second.weight, second.bias)
-    out, normaliser = _Attention.apply(call.query, call.key, call.value, *learned, call)
-    return out, normaliser
+    out, normaliser, row_scale = _Attention.apply(call.query, call.key, call.value, *learned, call)
+    return Forward(out, normaliser=normaliser, row_scale=row_scale)
 
 
 def _map_arguments(call: KernelizedCall) -> tuple[MapArguments, MapArguments]:
@@ -289,14 +298,16 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
         call = rest[4].replace(query=query, key=key, value=value)
         with on_device(query.device):
-            out, _, normaliser, states = (causal if call.causal else bidirectional)(call, save=True)
-        ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, states, call.mask)
+            out, _, normaliser, sums, row_scale = (causal if call.causal else bidirectional)(call, save=True)
+        ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, sums, call.mask)
+        if row_scale is not None:
+            ctx.mark_non_differentiable(row_scale)
         ctx.call = call.replace(query=None, key=None, value=None, mask=None)  # not referenced twice
         ctx.set_materialize_grads(False)
-        return out, normaliser
+        return out, normaliser, row_scale
 
     @staticmethod
     @once_differentiable
@@ -306,7 +317,7 @@ class _Attention(torch.autograd.Function):
         if normaliser is None:  # there are no keys
             tensors = (query, key, value, *parameters)
             return *(None if x is None else torch.zeros_like(x) for x in tensors), None
-        to_out, to_normaliser = gradients
+        to_out, to_normaliser, _ = gradients
         gradient = torch.zeros_like(out) if to_out is None else readable(to_out)
         with on_device(query.device):
             pre_gradients, to_value = _backward(call, gradient, to_normaliser, out, normaliser, states)

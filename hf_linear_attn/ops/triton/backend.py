@@ -52,8 +52,8 @@ class TritonBackend:
             return f"the feature map has more than {MAX_FEATURES} features"
         if max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:
             return f"heads of more than {MAX_HEAD_DIM} numbers do not fit"
-        if call.fused[0].scaled and call.needs_grad():
-            return "gradients through a log scale are not fused"
+        if call.fused[1].scaled and call.needs_grad():
+            return "gradients through a log scale of keys are not fused"
         if not installed():
             return "Triton is not installed (pip install triton)"
         return None if call.query.device.type == "cpu" else checked_reason(_kernels(), call)  # not if interpreted
@@ -64,7 +64,7 @@ class TritonBackend:
         assert isinstance(call, KernelizedCall)
         return attention.run(call)
 
-    def totals(self, call: KernelizedCall) -> tuple[Tensor, State | None]:
+    def totals(self, call: KernelizedCall) -> tuple[Tensor, Tensor | None, State | None]:
         """Compute a supported causal call before normalisation (see `triton.attention.totals`)."""
         from . import attention
 

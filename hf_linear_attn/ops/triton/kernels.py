@@ -9,8 +9,9 @@ Forward pass: sums over tokens are cut into spans, one program each. `sum_tokens
 are always the same), and the programs of `attend_bidirectional` or `attend_causal` read them. The grid is (batch ·
 heads, spans, tiles of the value's columns).
 
-Backward pass, for maps without a log scale: with `g_i = ∂o_i / D_i` and `h_i = -⟨∂o_i, o_i⟩ / D_i` (D the normaliser,
-∂o the gradient of the output) a weight's gradient is `∂a_ij = ⟨g_i, v_j⟩ + h_i`, hence
+Backward pass, for maps whose keys have no log scale (that of a query is a constant of its row): with
+`g_i = ∂o_i / D_i` and `h_i = -⟨∂o_i, o_i⟩ / D_i` (D the normaliser, ∂o the gradient of the output) a weight's
+gradient is `∂a_ij = ⟨g_i, v_j⟩ + h_i`, hence
 
     ∂φ(q_i) = Σ_j ∂a_ij φ(k_j) = S g_i + h_i z           S, z: the sums over the keys that i sees
     ∂φ(k_j) = Σ_i ∂a_ij φ(q_i) = S' v_j + z'             S', z': Σ φ(q_i) g_iᵀ, Σ φ(q_i) h_i over those that see j
@@ -200,10 +201,15 @@ def slopes(y, values, gradient, batch, tokens, real, fmap):
         mean = tl.sum(both, axis=2, keep_dims=True)
         parts = both - tl.reshape(values, (length, fmap.parts, fmap.half)) * mean
         back = tl.reshape(parts, (length, fmap.parts * fmap.half))
+    elif fmap.activation == "exp":
+        back = gradient * values
     else:
-        tl.static_assert(fmap.activation == "softmax-joint", "this feature map has no backward kernel")
+        known: tl.constexpr = (fmap.activation == "softmax") or (fmap.activation == "softmax-joint")
+        tl.static_assert(known, "this feature map has no backward kernel")
         mean = tl.sum(values * gradient, axis=1, keep_dims=True)
-        back = 2 * values * (gradient - mean)
+        back = values * (gradient - mean)
+        if fmap.activation == "softmax-joint":
+            back = 2 * back
     back = tl.where(inside[None, :] & real[:, None], back, 0.0)
     if fmap.weight is None:
         back = back * fmap.in_scale
@@ -393,7 +399,7 @@ def store_state(total, weights, top, next_kv, next_sum, next_scale, group, tile,
 @triton.jit
 def attend_causal(
     query, key, value, out, mask, mask_batch, states, tops, kv, k_sum, log_scale, next_kv, next_sum, next_scale,
-    normaliser, query_map, key_map, heads, groups, length, span, spans, floor,
+    normaliser, row_scale, query_map, key_map, heads, groups, length, span, spans, floor,
     value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """The queries of one span, chunk by chunk: explicit weights within a chunk, a carried state between chunks.
@@ -414,7 +420,7 @@ def attend_causal(
     for first in range(split * span, stop, block):
         tokens = first + order
         real = unmasked(mask, mask_batch, batch, tokens, stop)
-        values, _ = features(query, batch, head, tokens, tokens < stop, query_map)
+        values, query_scale = features(query, batch, head, tokens, tokens < stop, query_map)
         keys, scale = features(key, batch, head // repeats, tokens, real, key_map)
         values_u = load_rows(value, batch, head // repeats, tokens, real, columns)
         pairs = tl.dot(values, tl.trans(keys), input_precision=key_map.precision)
@@ -434,6 +440,8 @@ def attend_causal(
         store_rows(out, batch, head, tokens, tokens < stop, columns, result)
         if (normaliser is not None) and (tile == 0):
             tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=tokens < stop)
+        if (row_scale is not None) and (tile == 0):
+            tl.store(row_scale + pair.to(tl.int64) * length + tokens, query_scale, mask=tokens < stop)
         if scaled:
             higher = tl.maximum(top, tl.max(scale, axis=0))
             change = tl.exp(top - finite(higher))
