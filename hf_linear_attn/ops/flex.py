@@ -172,9 +172,9 @@ def _far(
 
 
 def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tensor]:
-    """Return `Σ_j exp(τ q_i·k_j - c_i) [v_j, 1]` over the exact keys of each row, `[B, H, L, e + 1]`, and c `[B, H, L]`.
+    """Return `Σ_j exp(τ q_i·k_j - c_i) [v_j, 1]` over the exact keys of each row, `[B, H, L, e + 1]`, and c.
 
-    c has no gradient where queries have a log scale: everything is relative to it then.
+    c `[B, H, L]` has no gradient where queries have a log scale: everything is relative to it then.
     """
     assert call.fused is not None
     scaled = call.fused[0].scaled
