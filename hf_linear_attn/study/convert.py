@@ -4,30 +4,27 @@ import copy
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..config import DEFAULT_ATTENTION, LinearAttentionConfig
+from ..config import LinearAttentionConfig
 from ..data.task_data import TaskData, load_splits, load_task_data, row_lengths
 from ..data.text import packed_rows, standard_library_documents
-from ..feature_maps.base import AttentionShape
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
-from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..integration.discovery import longest_input
 from ..measure.recall import measure_recall
 from ..measure.speed import measure_passes, possible_lengths
 from ..measure.values import Values
-from ..mechanisms.window import WindowAttention, WindowOptions
 from ..patching import is_patched, patch_model, patch_report
-from ..registry import ATTENTIONS, build_options
 from ..training import models
 from ..training.calibration import CALIBRATION_LENGTH, CALIBRATION_TOKENS, calibrate, leading_batches
 from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
@@ -39,9 +36,12 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
+from .budgets import Budget, choose
 from .card import exactness, model_card, recall_table, results_table, speed_table
-from .plan_result import Budget
 from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
+
+#: In the names of parameters that mechanisms have learned.
+LEARNED = f".{SUBMODULE}."
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
 MIN_LONGER_SHARE = 0.05
@@ -60,13 +60,6 @@ SEARCH_SHARE = 0.2
 
 #: What is asked of a model that is converted for a budget, and the texts it is asked about, at three depths each.
 RECALL_TASK, RECALL_TRIALS = "niah_multikey_1", 16
-
-#: Widths of windows that are considered, and shares of exact heads for a budget of quality.
-WINDOWS, SHARES = (64, 128, 256, 384, 512, 768, 1024), (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)
-
-#: Share of the allowed cache that windows and sums may take: with a fifth of SmolLM2's heads exact and windows of 384
-#: tokens, a quarter of its cache at 8,192 tokens, they take 0.2 of it.
-WINDOW_SHARE = 0.2
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -170,25 +163,31 @@ def _convert(run: Run) -> dict[str, Any]:
     models.patch_as_configured(student, config, _choose_heads(run, teacher))
     facts = _facts(run, student)
     if is_patched(student):
-        student = _calibrate(run, student)
+        learns = patch_report(student).parameters > 0
+        if learns:
+            student = _calibrate(run, student)
         run.measure("patched", student)
         _estimate(run, teacher)
-        student = _close_harmful_parts(run, _transfer(run, student))
-        parts = run.state.get("linear parts", {}).get("layers", ())
-        if not config.distill.enabled and (_transfer_harms(run) or not all(part["kept"] for part in parts)):
+        if learns:
+            student = _close_harmful_parts(run, _transfer(run, student))
+    if config.distill.enabled:
+        # Distillation may shard its teacher; the control and the timing need complete models.
+        control = copy.deepcopy(teacher) if config.control and is_patched(student) else None
+        before = _parameters(student)
+        student = _distill(run, teacher, student, "distill", "distilled")
+        if _take_back_if_worse(run, student, before, "distilled"):
             run.measure("converted", student)
-    # Distillation may shard its teacher; the control and the timing need complete models.
-    control = copy.deepcopy(teacher) if config.control and is_patched(student) and config.distill.enabled else None
-    student = _distill(run, teacher, student, "distill", "distilled")
-    if control is not None:
-        _distill(run, teacher, control, "control distill", "control")
+        if control is not None:
+            _distill(run, teacher, control, "control distill", "control")
+    elif _is_worse(run, "transferred") or not all(part["kept"] for part in _linear_parts(run)):
+        run.measure("converted", student)
     if config.speed.lengths and "speed" not in run.state:
         if is_sharded(teacher):
             teacher = _teacher(run)
         with run.working("measuring speed"):
             run.record("speed", _speed(run, teacher, student))
-    if config.budget is not None:
-        _verify_recall(run, _teacher(run) if is_sharded(teacher) else teacher, student)
+    if (budget := _budget(run)) is not None:
+        _verify_recall(run, budget, _teacher(run) if is_sharded(teacher) else teacher, student)
     _save(run, student, facts, run.state)
     return facts
 
@@ -258,10 +257,14 @@ def _teacher(run: Run) -> PreTrainedModel:
     return model
 
 
+def _budget(run: Run) -> Budget | None:
+    return None if run.config.budget is None else Budget.parse(run.config.budget)
+
+
 def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
     """The plan with the key-value heads that stay exact, chosen once, on the first training rows; None without any."""
-    config, data = run.config, run.data
-    if not config.exact_share and config.budget is None:
+    config, data, budget = run.config, run.data, _budget(run)
+    if not config.exact_share and budget is None:
         return None
     if "exact_heads" not in run.state:
         batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
@@ -269,9 +272,10 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
         with run.working("choosing the heads that stay exact"):
             search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
         chosen = config.options
-        if config.budget is not None:
-            choice = _choice(run, teacher, search)
-            search, chosen = search.with_share(choice.share), {**config.options, "window_size": choice.window}
+        if budget is not None:
+            measure = partial(_measure_choice, run, teacher, search, budget)
+            choice = choose(budget, teacher, max(row_lengths(data.train)), measure, chosen)
+            search, chosen = search.with_share(choice.share), {**chosen, "window_size": choice.window}
             run.say(f"For the budget {config.budget}: {choice.reason}.")
         plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
         run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})
@@ -280,115 +284,26 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
     return LinearAttentionConfig.parse(run.state["exact_heads"]["plan"]).with_default("seed", config.seed)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The share of the key-value heads that stay exact, the windows of all others in tokens, and why."""
-
-    share: float
-    window: int
-    reason: str
-
-
-def choose(
-    budget: Budget,
-    model: PreTrainedModel,
-    longest: int,
-    measure: Callable[[float, int], float | None],
-    options: Mapping[str, Any] | None = None,
-) -> Choice:
-    """Choose exact heads and windows for a budget.
-
-    A budget of cache is met by arithmetic: the widest windows that take `WINDOW_SHARE` of it, and as many exact heads
-    as the rest holds. For the others the shares of `SHARES` are measured in turn, with windows of a quarter of the
-    rows and before any training: for a budget of quality from none on until the damage is within it, for one of speed
-    from the largest share down until the model is fast enough.
-
-    Args:
-        budget: Of cache, of speed, or of lost perplexity, nats or recall.
-        model: The exact decoder.
-        longest: Tokens of the longest training row.
-        measure: Returns the damage of a share and a window in the budget's unit, or its speed relative to the exact
-            model; None where it is undefined.
-        options: Options of the windows, beside their width.
-
-    Raises:
-        ValueError: The budget is of another kind, cannot be measured, or no choice meets it.
-    """
-    if budget.cost == "cache" and budget.length is not None:
-        window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
-        return _by_cache(model, budget.limit / 100, budget.length, window_options)
-    unit = budget.unit
-    if unit is not None and unit.measurement not in ("perplexity", "recall"):
-        remedy = "Give a budget such as '25% cache at 8192', '2x at 4096', '2% perplexity' or '90% recall at 2048'."
-        raise ValueError(f"The budget {budget.text!r} is not for a language model. {remedy}")
-    window = max([width for width in WINDOWS if 4 * width <= longest], default=WINDOWS[0])
-    tried = []
-    for share in SHARES if unit is not None else reversed(SHARES):
-        value = measure(share, window)
-        if value is None:
-            raise ValueError(f"The budget {budget.text!r} cannot be measured: the exact model recalls nothing there.")
-        tried.append(f"{f'{value:.2f}x' if unit is None else unit.format(value)} with {share:.0%} exact heads")
-        if value >= budget.limit if unit is None else value <= budget.limit:
-            return Choice(share, window, f"untrained, the first choice within {budget.text}: {', '.join(tried)}")
-    raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. Allow more, or use plan.")
-
-
-def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions) -> Choice:
-    """Choose by the bytes of caches and states after `length` tokens in float32, relative to exact attention.
-
-    Exact heads count as in float32 also where the option `cache_dtype` is int8: a layer of nothing else ignores it.
-    Layers that see a sliding window only keep their caches, and do not count.
-    """
-    layers = [(index, layer) for index, layer in enumerate(self_attention(model)) if layer.span == "full"]
-    # The index of a layer changes no size.
-    shapes = [replace(attention_shape(layer, index, None), layer_index=0) for index, layer in layers]
-    whole = length * sum(shape.token_bytes for shape in shapes)
-
-    @cache
-    def state_bytes(shape: AttentionShape, width: int) -> int:
-        return WindowAttention(shape, replace(options, window_size=width)).state_bytes()
-
-    states = {width: sum(state_bytes(shape, width) for shape in shapes) / whole for width in WINDOWS}
-    fitting = [width for width, share in states.items() if share <= limit]
-    if not fitting:
-        least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
-        raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
-    window = max([width for width in fitting if states[width] <= WINDOW_SHARE * limit], default=fitting[0])
-    # As many heads as fit are exact: of share s they and the others take s + (1 - s) state <= limit.
-    heads, state = sum(shape.num_key_value_heads for shape in shapes), states[window]
-    share = min(int(heads * (limit - state) / (1 - state)), heads - 1) / heads
-    reason = f"{share + (1 - share) * state:.1%} of the cache at {length:,} tokens"
-    return Choice(share, window, f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads take {reason}")
-
-
-def _choice(run: Run, teacher: PreTrainedModel, heads: ExactHeads) -> Choice:
-    """Choose exact heads and windows for the budget of the run."""
+def _measure_choice(
+    run: Run, teacher: PreTrainedModel, heads: ExactHeads, budget: Budget, share: float, window: int
+) -> float | None:
+    """Return the speedup of a share of exact heads with windows for the others, or what it loses untrained."""
     config, data = run.config, run.data
-    budget, longest = Budget.parse(str(config.budget)), max(row_lengths(data.train))
-    exact = run.state["teacher"]
+    plan = heads.with_share(share).plan({"attention": config.attention, **config.options, "window_size": window})
+    student, name = patch_model(shared_copy(teacher), plan), f"{share:.0%} exact heads"
+    if budget.unit is None:
+        return float(_timings(run, teacher, student, budget.length or 0)["student"][0]["speedup"])
     rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
-
-    def measure(share: float, window: int) -> float | None:
-        options = {**config.options, "window_size": window}
-        plan = heads.with_share(share).plan({"attention": config.attention, **options})
-        student = patch_model(shared_copy(teacher), plan)
-        if budget.unit is None:
-            return _timings(run, teacher, student, budget.length or longest)["student"][0]["speedup"]
-        calibrate(student, rows, max_length=_calibrated_length(run))
-        name = f"{share:.0%} exact heads"
-        if budget.unit.name == "recall":
-            lost = _recall(run, "teacher", teacher, budget.length), _recall(run, name, student, budget.length)
-            return budget.unit.damage(*lost)
-        return budget.unit.damage(exact, run.measure(name, student))
-
-    return choose(budget, teacher, longest, measure, config.options)
+    calibrate(student, rows, max_length=_calibrated_length(run))
+    if budget.unit.name != "recall":
+        return budget.unit.damage(run.state["teacher"], run.measure(name, student))
+    return budget.unit.damage(*(_recall(run, *one, budget.length) for one in (("teacher", teacher), (name, student))))
 
 
 def _recall(run: Run, name: str, model: PreTrainedModel, length: int | None) -> dict[str, Any]:
-    """Measure once what a model recalls of prompts of so many tokens (None: of the longest training row)."""
+    """Measure once what a model recalls of prompts of so many tokens."""
     stage = f"recall, {name}"
     if stage not in run.state:
-        length = length or max(row_lengths(run.data.train))
         with run.working(f"measuring what {name} recalls"):
             model.to(run.process.device)
             options: dict[str, Any] = {"tasks": [RECALL_TASK], "lengths": [length], "trials": RECALL_TRIALS}
@@ -399,12 +314,12 @@ def _recall(run: Run, name: str, model: PreTrainedModel, length: int | None) -> 
     return run.state[stage]
 
 
-def _verify_recall(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+def _verify_recall(run: Run, budget: Budget, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     """Measure what teacher and student recall, where the model can take such prompts.
 
     They are as long as a budget of recall says, and for other budgets no longer than the training rows.
     """
-    budget, length = Budget.parse(str(run.config.budget)), max(row_lengths(run.data.train))
+    length = max(row_lengths(run.data.train))
     if budget.length is not None:
         length = min(budget.length, length) if budget.unit is None else budget.length
     try:
@@ -466,14 +381,14 @@ def _long_rows(run: Run, student: PreTrainedModel) -> Any:
 
 def _calibrated_length(run: Run) -> int | None:
     """Return the length of the budget where it is beyond those that a calibration has in mind by itself."""
-    length = Budget.parse(run.config.budget).length if run.config.budget else None
-    return length if length and length > CALIBRATION_LENGTH else None
+    budget = _budget(run)
+    return budget.length if budget and budget.length and budget.length > CALIBRATION_LENGTH else None
 
 
 def _calibrate(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     """Fit the start of the mechanism to the first training rows."""
     rows = _long_rows(run, student)
-    if not len(rows) or not patch_report(student).parameters:
+    if not len(rows):
         return student
 
     def fit() -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -484,7 +399,7 @@ def _calibrate(run: Run, student: PreTrainedModel) -> PreTrainedModel:
             result = calibrate(student, chosen, max_length=_calibrated_length(run))
         return student, {"step": 0, "within_factor_2": result.within() if len(result.table) else None}
 
-    return cast(PreTrainedModel, run.learned("calibration", student, fit, f".{SUBMODULE}."))
+    return cast(PreTrainedModel, run.learned("calibration", student, fit, LEARNED))
 
 
 def _close_harmful_parts(run: Run, student: PreTrainedModel) -> PreTrainedModel:
@@ -492,7 +407,7 @@ def _close_harmful_parts(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     data, limit = run.data, exact_length(student)
     held_out = [row for rows in data.validation.values() for row in cast(Any, rows)]
     long = [row for row in held_out if len(row["input_ids"]) > limit]
-    if not limit or not long or not patch_report(student).parameters:
+    if not limit or not long:
         return student
 
     def close() -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -507,20 +422,22 @@ def _close_harmful_parts(run: Run, student: PreTrainedModel) -> PreTrainedModel:
         rows = parts.table.to_dict("records")
         return student, {"step": 0, "layers": rows, **{f"loss, {name}": value for name, value in parts.loss.items()}}
 
-    student = run.learned("linear parts", student, close, f".{SUBMODULE}.")
-    layers = run.state["linear parts"]["layers"]
+    student = run.learned("linear parts", student, close, LEARNED)
+    layers = _linear_parts(run)
     if closed := sum(not row["kept"] for row in layers):
         run.say(f"Closed, since the model is better without: the linear part of {closed} of {len(layers)} layers.")
     return student
 
 
-def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
-    """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss.
+def _linear_parts(run: Run) -> list[dict[str, Any]]:
+    """Return what the linear part of each layer was found to be worth, if it was measured."""
+    return list(run.state.get("linear parts", {}).get("layers", ()))
 
-    What it has learned is taken back if the loss of the model is higher than before.
-    """
+
+def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
+    """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss."""
     config, data = run.config, run.data
-    if not config.transfer.max_steps or not patch_report(student).parameters:
+    if not config.transfer.max_steps:
         return student
     rows, limit = _long_rows(run, student), exact_length(student)
     if not len(rows):
@@ -533,32 +450,16 @@ def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     # At least one row, which is trained on as well if it is the only one.
     count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
     train, validation = rows.select(range(max(len(rows) - count, 1))), rows.select(range(len(rows) - count, len(rows)))
-    learn = partial(run.transfer, student, train, validation)
-    parameters = student.named_parameters()
-    before = {name: value.detach().clone() for name, value in parameters if f".{SUBMODULE}." in name}
-    student = run.learned("transfer", student, learn, f".{SUBMODULE}.")
+    before = _parameters(student, LEARNED)
+    student = run.learned("transfer", student, partial(run.transfer, student, train, validation), LEARNED)
     run.measure("transferred", student)
-    if _transfer_harms(run):
-        run.say("Attention transfer is taken back: the loss is lower without it.")
-        student.load_state_dict(before, strict=False)
+    _take_back_if_worse(run, student, before, "transferred")
     return student
 
 
-def _transfer_harms(run: Run) -> bool:
-    """Whether the loss is higher after attention transfer. Metrics of a task are too coarse to tell."""
-    before, after = (run.state.get(stage, {}) for stage in ("patched", "transferred"))
-    losses = [name for name in after if name.endswith("loss") and not run.data.metric_names]
-    return sum(after[name] - before[name] for name in losses) > 0
-
-
 def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> PreTrainedModel:
-    """Distillation. Returns the student with the best step's weights and merged adapters.
-
-    What the student has learned is taken back if it is worse than before, by the metric that chooses the best step.
-    """
+    """Distillation. Returns the student with the best step's weights and merged adapters."""
     config = run.config
-    if not config.distill.enabled:
-        return cast(PreTrainedModel, student)
 
     def train() -> tuple[nn.Module, dict[str, Any]]:
         if not config.distill.lora_rank:
@@ -566,25 +467,42 @@ def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> P
         model, progress = run.train("distill", models.add_adapters(student, config.distill), stage)
         return model.merge_and_unload(), progress
 
-    saved = student.named_parameters() if result == "distilled" else ()  # the control is not taken back
-    before = {name: value.detach().clone() for name, value in saved}
     student = run.learned(stage, student, train, "").eval()
-    if result not in run.state:
-        run.record(result, best_metrics(run.state[stage]) or run.measure(result, student))
-    if result == "distilled" and _distillation_harms(run):
-        run.say(f"Distillation is taken back: the {run.data.metric} is better without it.")
-        student.load_state_dict(before, strict=False)
-        run.measure("converted", student)
+    if result not in run.state and (metrics := best_metrics(run.state[stage])):
+        run.record(result, metrics)
+    run.measure(result, student)
     return cast(PreTrainedModel, student)
 
 
-def _distillation_harms(run: Run) -> bool:
-    """Whether the metric of the data is worse than before the distillation."""
-    stage = "patched" if _transfer_harms(run) or "transferred" not in run.state else "transferred"
-    before, after = (run.state.get(name, {}).get(run.data.metric) for name in (stage, "distilled"))
-    if before is None or after is None:
+def _parameters(model: nn.Module, part: str = "") -> dict[str, Tensor]:
+    """Return copies of the parameters whose names contain `part`."""
+    return {name: value.detach().clone() for name, value in model.named_parameters() if part in name}
+
+
+def _take_back_if_worse(run: Run, student: nn.Module, before: dict[str, Tensor], result: str) -> bool:
+    """Give a student the parameters from before a stage that ended worse than it began; return whether it did."""
+    is_worse = _is_worse(run, result)
+    if is_worse:
+        stage = {"transferred": "Attention transfer", "distilled": "Distillation"}[result]
+        run.say(f"{stage} is taken back: the {run.data.metric} is better without it.")
+        student.load_state_dict(before, strict=False)
+    return is_worse
+
+
+def _is_worse(run: Run, result: str) -> bool:
+    """Whether the model is worse after the attention transfer or the distillation than before it.
+
+    What counts is the metric of the task, which is too coarse to tell of a transfer, or the losses of all other data.
+    """
+    data, state, after = run.data, run.state, run.state.get(result, {})
+    if result == "transferred" and data.metric_names:
         return False
-    return bool(after < before if run.data.greater_is_better else after > before)
+    use_patched = result == "transferred" or "transferred" not in state or _is_worse(run, "transferred")
+    before = state.get("patched" if use_patched else "transferred", {})
+    names = [data.metric] if data.metric_names else [name for name in after if name.endswith("loss")]
+    known = [name for name in names if None not in (before.get(name), after.get(name))]
+    change = sum(after[name] - before[name] for name in known)
+    return bool(change < 0 if data.greater_is_better else change > 0)
 
 
 def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:

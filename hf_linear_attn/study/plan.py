@@ -35,7 +35,8 @@ from ..utils.models import shared_copy
 from ..utils.options import OptionError, make_config
 from ..utils.progress import ConsoleProgress
 from ..utils.timing import is_measurable
-from .plan_result import MODEL_KINDS, PAGE, PLAN, PLOT, REPORT, Budget, Candidate, DamageUnit, PlanResult, write_plan
+from .budgets import MODEL_KINDS, Budget, DamageUnit
+from .plan_result import PAGE, PLAN, PLOT, REPORT, Candidate, PlanResult, write_plan
 from .prepare import (
     ExactModel,
     Measurement,

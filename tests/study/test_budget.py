@@ -8,8 +8,7 @@ import pytest
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.study.convert import choose
-from hf_linear_attn.study.plan_result import Budget
+from hf_linear_attn.study.budgets import Budget, choose
 from tests.tiny_models import tiny_model
 
 LAYERS, HEADS, WIDTH = 3, 4, 64

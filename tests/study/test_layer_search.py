@@ -15,8 +15,9 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.measure import quality as quality_metrics
 from hf_linear_attn.measure.quality import measure_perplexity, perplexity_metric
+from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget
 from hf_linear_attn.study.plan import LayerSearch
-from hf_linear_attn.study.plan_result import DAMAGE_UNITS, Budget, PlanResult, format_divergence
+from hf_linear_attn.study.plan_result import PlanResult, format_divergence
 from hf_linear_attn.study.study import Conditions, open_study
 from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.training.head_search import ExactHeads

@@ -67,11 +67,12 @@ def test_inputs_that_all_fit_into_the_window_are_not_transferred(folder: Path, t
 
 def test_a_transfer_that_harms_is_taken_back(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metrics of the card are those of the saved model, and not those of the transfer."""
-    before = SimpleNamespace(state={"patched": {"loss": 2.0}, "transferred": {"loss": 2.1}}, data=SimpleNamespace())
-    for names, harms in (((), True), (("accuracy",), False)):
-        before.data.metric_names = names
-        assert stages._transfer_harms(before) is harms  # type: ignore[arg-type]
-    monkeypatch.setattr(stages, "_transfer_harms", lambda run: True)
+    data = SimpleNamespace(metric="loss", greater_is_better=False)
+    before = SimpleNamespace(state={"patched": {"loss": 2.0}, "transferred": {"loss": 2.1}}, data=data)
+    for names, is_worse in (((), True), (("accuracy",), False)):
+        data.metric_names = names
+        assert stages._is_worse(before, "transferred") is is_worse  # type: ignore[arg-type]
+    monkeypatch.setattr(stages, "_is_worse", lambda run, result: True)
     changes = {"teacher__max_steps": None, "distill__max_steps": None, "distill__num_train_epochs": 0.0}
     text = {"task_type": "causal-lm", "data__text_columns": ["text"]}
     config = convert_config(folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", **text, **changes)

@@ -1,0 +1,224 @@
+"""Budgets: what each one means, and how a conversion meets it.
+
+A budget of quality is the most that a score may lose, and one of recall the least share of the exact model's that must
+remain; one of speed is the least speedup, and one of cache the largest share of the exact model's cache, at a length.
+`plan` measures what meets it, and `choose` finds exact heads and windows for `convert`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..config import DEFAULT_ATTENTION
+from ..feature_maps.base import AttentionShape
+from ..integration.discovery import attention_shape, self_attention
+from ..mechanisms.window import WindowAttention, WindowOptions
+from ..registry import ATTENTIONS, build_options
+
+#: Widths of windows that are considered, and shares of exact heads for a budget of quality or speed.
+WINDOWS, SHARES = (64, 128, 256, 384, 512, 768, 1024), (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)
+
+#: Share of the allowed cache that windows and sums may take: with a fifth of SmolLM2's heads exact and windows of 384
+#: tokens, a quarter of its cache at 8,192 tokens, they take 0.2 of it.
+WINDOW_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class DamageUnit:
+    """A unit of lost quality: `factor · (converted - exact)` of a metric, or `factor · (converted / exact - 1)`."""
+
+    name: str
+    measurement: str  # that it belongs to
+    metric: str  # the value of the measurement that is compared
+    factor: float  # makes damage positive where quality is lost
+    pattern: str  # regular expression of the unit in a budget
+    example: str  # a budget in it
+    template: str  # format of a value
+    sign: int = 1  # -1 where damage is shown as the fall of a value
+    relative: bool = False
+
+    def damage(self, exact: Mapping[str, Any], converted: Mapping[str, Any]) -> float | None:
+        """Return the damage, or None if it is undefined (for example a correlation of constant predictions)."""
+        before, after = exact[self.metric], converted[self.metric]
+        if before is None or after is None or (self.relative and not before):
+            return None
+        return self.factor * (after / before - 1 if self.relative else after - before)
+
+    def format(self, damage: float | None) -> str:
+        """Return damage with its sign and unit: `+1.30% perplexity`, `-0.40 points`."""
+        return "undefined" if damage is None else self.template.format(round(self.sign * damage, 6) + 0.0)
+
+
+_LENGTH = r"(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
+_RECALL = rf"%\s*recall\s*{_LENGTH}"
+_COSTS = {rf"[x×]\s*{_LENGTH}": "speedup", rf"%\s*cache\s*{_LENGTH}": "cache"}
+_PERCENT = r"%\s*(?:of\s+)?(?:perplexity|ppl)"
+
+_UNITS = (
+    DamageUnit(
+        "perplexity", "perplexity", "perplexity", 100, _PERCENT, "1% perplexity", "{:+.2f}% perplexity", relative=True
+    ),
+    DamageUnit("nats", "perplexity", "loss", 1, "nats?", "0.05 nats", "{:+.4f} nats"),
+    DamageUnit("points", "task", "score", -100, "(?:points?|pts?)", "0.5 points", "{:+.2f} points", sign=-1),
+    DamageUnit("cosine", "sentence_embeddings", "score", -1, "cosine", "0.02 cosine", "{:.4f} from cosine 1"),
+    DamageUnit(
+        "recall", "recall", "recall", -100, _RECALL, "90% recall at 2048", "{:+.0f}% recall", sign=-1, relative=True
+    ),
+)
+
+#: For each measurement, the first unit is shown where the budget is a speedup or of cache.
+DAMAGE_UNITS = {unit.name: unit for unit in _UNITS}
+
+#: The kind of model that has a measurement, and what its divergence is.
+MODEL_KINDS = {
+    "perplexity": ("a causal language model", "KL, nats"),
+    "task": ("a classifier with its task (--data.task, or --data.dataset with labels)", "divergence"),
+    "sentence_embeddings": ("an encoder without a task", "1 - cosine"),
+    "recall": ("a decoder or an encoder without a task", "answers lost"),
+}
+
+_NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)\s*"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The largest damage in a unit, or (`unit` None) the smallest speedup or the largest cache at a length."""
+
+    text: str
+    limit: float
+    unit: DamageUnit | None = None
+    length: int | None = None  # tokens, of recall too
+    cost: str = ""  # "speedup" or "cache" where there is no unit
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Read a budget such as `1% perplexity`, `90% recall at 2048`, `2x at 4096` or `25% cache at 8192`.
+
+        Recall and cache are percentages of the exact model's.
+
+        Raises:
+            ValueError: The text is no budget, or a speedup of 1 or less, or at fewer than 16 tokens.
+        """
+        text = text.strip()
+        units = {unit.pattern: unit for unit in DAMAGE_UNITS.values()}
+        for pattern in (*units, *_COSTS):
+            match = re.fullmatch(_NUMBER + pattern, text, re.IGNORECASE)
+            if match is None:
+                continue
+            parts, unit, cost = match.groupdict(), units.get(pattern), _COSTS.get(pattern, "")
+            limit = float(parts["limit"])
+            length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
+            if cost == "speedup" and (limit <= 1 or length < 16):
+                raise ValueError(f"The budget {text!r} is not a speedup of more than 1x at 16 tokens or more.")
+            return cls(text, 100 - limit if unit and unit.name == "recall" else limit, unit, length or None, cost)
+        examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
+        remedy = f"Budgets look like {examples}, '2x at 4096' or '25% cache at 8192'."
+        raise ValueError(f"The budget {text!r} cannot be read. {remedy}")
+
+    def is_met(self, value: float | None) -> bool:
+        """Return whether a damage in the budget's unit, a speedup, or a share of the exact cache is within it."""
+        if value is None:
+            return False
+        if self.cost == "speedup":
+            return value >= self.limit
+        return (100 * value if self.cost == "cache" else value) <= self.limit
+
+    def unit_of(self, measurement: str) -> DamageUnit:
+        """Return the unit in which damage is shown.
+
+        Raises:
+            ValueError: The budget is of another measurement.
+        """
+        units = [unit for unit in DAMAGE_UNITS.values() if unit.measurement == measurement]
+        if self.unit is None or self.unit in units:
+            return self.unit or units[0]
+        expected, actual = (MODEL_KINDS[name][0] for name in (self.unit.measurement, measurement))
+        remedy = f"Give a budget such as {units[0].example!r} or '2x at 4096'."
+        raise ValueError(f"The budget {self.text!r} is for {expected}; this is {actual}. {remedy}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The share of the key-value heads that stay exact, the windows of all others in tokens, and why."""
+
+    share: float
+    window: int
+    reason: str
+
+
+def choose(
+    budget: Budget,
+    model: PreTrainedModel,
+    longest: int,
+    measure: Callable[[float, int], float | None],
+    options: Mapping[str, Any] | None = None,
+) -> Choice:
+    """Choose exact heads and windows for a budget.
+
+    A budget of cache is met by arithmetic: the widest windows that take `WINDOW_SHARE` of it, and as many exact heads
+    as the rest holds. For the others the shares of `SHARES` are measured in turn, with windows of a quarter of the
+    rows and before any training: for a budget of quality from none on until the damage is within it, for one of speed
+    from the largest share down until the model is fast enough.
+
+    Args:
+        budget: Of cache, of speed, or of lost perplexity, nats or recall.
+        model: The exact decoder.
+        longest: Tokens of the longest training row.
+        measure: Returns the damage of a share and a window in the budget's unit, or its speed relative to the exact
+            model; None where it is undefined.
+        options: Options of the windows, beside their width.
+
+    Raises:
+        ValueError: The budget is of another kind, cannot be measured, or no choice meets it.
+    """
+    if budget.cost == "cache" and budget.length is not None:
+        window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
+        return _by_cache(model, budget.limit / 100, budget.length, window_options)
+    unit = budget.unit
+    if unit is not None and unit.measurement not in ("perplexity", "recall"):
+        remedy = "Give a budget such as '25% cache at 8192', '2x at 4096', '2% perplexity' or '90% recall at 2048'."
+        raise ValueError(f"The budget {budget.text!r} is not for a language model. {remedy}")
+    window = max([width for width in WINDOWS if 4 * width <= longest], default=WINDOWS[0])
+    tried = []
+    for share in SHARES if unit is not None else reversed(SHARES):
+        value = measure(share, window)
+        if value is None:
+            raise ValueError(f"The budget {budget.text!r} cannot be measured: the exact model recalls nothing there.")
+        tried.append(f"{f'{value:.2f}x' if unit is None else unit.format(value)} with {share:.0%} exact heads")
+        if budget.is_met(value):
+            return Choice(share, window, f"untrained, the first choice within {budget.text}: {', '.join(tried)}")
+    raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. Allow more, or use plan.")
+
+
+def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions) -> Choice:
+    """Choose by the bytes of caches and states after `length` tokens in float32, relative to exact attention.
+
+    Exact heads count as in float32 also where the option `cache_dtype` is int8: a layer of nothing else ignores it.
+    Layers that see a sliding window only keep their caches, and do not count.
+    """
+    layers = [(index, layer) for index, layer in enumerate(self_attention(model)) if layer.span == "full"]
+    # The index of a layer changes no size.
+    shapes = [replace(attention_shape(layer, index, None), layer_index=0) for index, layer in layers]
+    whole = length * sum(shape.token_bytes for shape in shapes)
+
+    @cache
+    def state_bytes(shape: AttentionShape, width: int) -> int:
+        return WindowAttention(shape, replace(options, window_size=width)).state_bytes()
+
+    states = {width: sum(state_bytes(shape, width) for shape in shapes) / whole for width in WINDOWS}
+    fitting = [width for width, share in states.items() if share <= limit]
+    if not fitting:
+        least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
+        raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
+    window = max([width for width in fitting if states[width] <= WINDOW_SHARE * limit], default=fitting[0])
+    # As many heads as fit are exact: of share s they and the others take s + (1 - s) state <= limit.
+    heads, state = sum(shape.num_key_value_heads for shape in shapes), states[window]
+    share = min(int(heads * (limit - state) / (1 - state)), heads - 1) / heads
+    reason = f"{share + (1 - share) * state:.1%} of the cache at {length:,} tokens"
+    return Choice(share, window, f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads take {reason}")
