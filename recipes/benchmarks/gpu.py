@@ -23,6 +23,8 @@ from .workloads import Inputs
 
 #: Tokens of the test of kernels: a sequence, and one more that is decoded.
 TESTED_TOKENS = 700
+#: Backends whose speed is measured on a GPU, for whole inputs.
+FUSED = ("flex", "triton")
 #: Bytes that are copied to learn the bandwidth of the memory: far more than any cache has.
 COPIED_BYTES = 1 << 29
 #: Tensors `[B, H, L, d]` that a pass must read or write at least: q, k, v, o; then also q, k, v, ∂o and ∂q, ∂k, ∂v.
@@ -46,9 +48,9 @@ def gpu(
     """A new GPU in at most nine minutes, kernels being compiled included. Other benchmarks measure each part at length.
 
     kernels: each mechanism by the backend that is chosen, against torch in float64, with padding: the relative error of
-    the output, the gradients and a step of decoding. conversion: a step of attention transfer. attention: the speedup
-    over `sdpa` (flash attention, in bfloat16), beside flash-linear-attention where it is installed, and the share of
-    the limit: the time that the bytes of inputs and outputs alone would take. decoding: a step after a context.
+    the output, the gradients and a step of decoding. attention: the speedup over `sdpa` (flash attention, in bfloat16),
+    beside flash-linear-attention where it is installed, and the share of the limit: the time that the bytes of inputs
+    and outputs alone would take. decoding: a step after a context. conversion: a step of attention transfer.
 
     Args:
         mechanisms: Names of mechanisms.
@@ -69,11 +71,12 @@ def gpu(
     bandwidth = rows[0]["bytes_per_second"]
     sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "seed": seed, "device": device}
     timed: dict[str, Any] = {**sizes, "seconds": seconds, "dtypes": dtypes[:1]}
+    fused = FUSED if torch.device(device).type == "cuda" else None
     parts: dict[str, Callable[[], Cells]] = {
         "kernels": partial(_kernels, mechanisms, dtypes, **sizes),
-        "conversion": partial(transfer_cost, mechanisms, (model,), (tokens,), seconds, dtypes[0], device),
-        "attention": partial(attention, mechanisms, lengths=lengths, longest=1.0, **timed),
+        "attention": partial(attention, mechanisms, fused, lengths=lengths, longest=1.0, **timed),
         "decoding": partial(decoding, mechanisms, contexts=contexts, batches=(1, 8), **timed),
+        "conversion": partial(transfer_cost, mechanisms, (model,), (tokens,), seconds, dtypes[0], device),
     }
     for part, cells in parts.items():
         for cell, answer in driven(cells()):

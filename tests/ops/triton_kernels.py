@@ -294,6 +294,8 @@ def test_what_it_refuses():
     assert "fused form" in refuses(call.replace(fused=None))
     assert "fused form" in refuses(call.replace(signed=True))
     assert "features" in refuses(make_call(build("elu", 1, 1, 600, 6), *inputs((1, 1, 1, 2), 600), False))
+    wide = make_call(build("hedgehog", 1, 1, 100, 6), *inputs((1, 1, 1, 2), 100), False)
+    assert "in pairs" in refuses(wide)
     assert "numbers" in refuses(make_call(build("elu", 1, 1, 9, 300), *inputs((1, 1, 1, 2), 9, 300), False))
     learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
     assert refuses(learning) is None

@@ -6,8 +6,9 @@ This module holds the sizes that the kernels support, known without Triton.
 from ..calls import KernelizedCall
 from ..formulas import PARTS
 
-#: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel.
-MAX_FEATURES = 512
+#: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel, and
+#: the largest number of features in pairs, both of which a projection makes at once.
+MAX_FEATURES, MAX_PROJECTED_PAIRS = 512, 128
 MAX_HEAD_DIM = 256
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from ..calls import BackendCall, KernelizedCall, WindowedCall
 from ..check import FAILURES, Kernels, checked_reason
 from ..common import State
+from ..formulas import PARTS
 from ..kernel_inputs import unsupported_inputs
-from . import MAX_FEATURES, MAX_HEAD_DIM, padded_features
+from . import MAX_FEATURES, MAX_HEAD_DIM, MAX_PROJECTED_PAIRS, padded_features
 
 #: Environment variable that, set to 1 before Triton is imported, runs the kernels on the CPU, slowly: for tests.
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
@@ -50,6 +51,9 @@ class TritonBackend:
         assert isinstance(call, KernelizedCall)
         if padded_features(call) > MAX_FEATURES:
             return f"the feature map has more than {MAX_FEATURES} features"
+        pairs = any(PARTS[one.activation] == 2 and one.weight is not None for one in call.fused)
+        if pairs and padded_features(call) > MAX_PROJECTED_PAIRS:
+            return f"projections to more than {MAX_PROJECTED_PAIRS} features in pairs do not fit"
         if max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:
             return f"heads of more than {MAX_HEAD_DIM} numbers do not fit"
         if call.fused[1].scaled and call.needs_grad():

@@ -2,7 +2,8 @@
 
 A block has T tokens. Its features are in `M = parts · half` columns, `half` the width before the activation padded to a
 power of two: column j is number `j % half` of part `j // half`. The second part of a pair sees `-y`, so that one
-tensor holds both. Numbers are float32 whatever the inputs are.
+tensor holds both, from the product with the weight on: tensors that are joined, transposed or split afterwards made
+the compiler (3.6) produce wrong gradients. Numbers are float32 whatever the inputs are.
 
 Forward pass: sums over tokens are cut into spans, one program each. `sum_tokens` stores `[kv | k_sum]` of every span in
 `states` `[B·heads, spans, m·(e + 1)]`, `scan` adds them up in the order of the sequence (no atomics, so that the bits
@@ -99,9 +100,16 @@ def feature_indices(fmap):
 
 
 @triton.jit
+def signs(fmap):
+    """Return what each column multiplies y with `[M]`: -1 in the second part of a pair."""
+    second: tl.constexpr = 1.0 if fmap.activation == "rotated-relu" else -1.0  # its parts differ by an angle
+    return tl.where(tl.arange(0, fmap.parts * fmap.half) < fmap.half, 1.0, second)
+
+
+@triton.jit
 def products(x, batch, head, tokens, real, fmap):
-    """Compute `s x W + c b` `[T, half]`, and `‖s x‖²/2` `[T]` for the maps that need it."""
-    columns = tl.arange(0, fmap.half)
+    """Compute `± (s x W + c b)` `[T, M]`, and `‖s x‖²/2` `[T]` for the maps that need it."""
+    columns = tl.arange(0, fmap.parts * fmap.half) % fmap.half
     halves = tl.zeros((tokens.shape[0],), tl.float32)
     if fmap.weight is not None:
         rows = tl.arange(0, fmap.size_block)
@@ -117,19 +125,18 @@ def products(x, batch, head, tokens, real, fmap):
             halves = tl.sum(inputs * inputs, axis=1) * (0.5 * fmap.in_scale * fmap.in_scale)
     else:
         y = load_rows(x, batch, head, tokens, real, columns) * fmap.in_scale
+    if fmap.parts == 2:
+        y = y * signs(fmap)[None, :]
     return y, halves
 
 
 @triton.jit
-def all_parts(y, fmap):
-    """Expand `[T, half]` to `[T, M]`: the second part is -y, or y for rotated-relu, whose parts differ by an angle."""
-    both = y
-    if fmap.parts == 2:
-        second = -y
-        if fmap.activation == "rotated-relu":
-            second = y
-        both = tl.reshape(tl.permute(tl.join(y, second), (0, 2, 1)), (y.shape[0], 2 * fmap.half))
-    return both
+def pair_sums(values, fmap):
+    """Sum over the columns of either part, and return the sum of its part for every column `[T, M]`."""
+    first = (tl.arange(0, fmap.parts * fmap.half) < fmap.half)[None, :]
+    sum_first = tl.sum(tl.where(first, values, 0.0), axis=1)
+    sum_second = tl.sum(tl.where(first, 0.0, values), axis=1)
+    return tl.where(first, sum_first[:, None], sum_second[:, None])
 
 
 @triton.jit
@@ -145,7 +152,6 @@ def rotate(values, batch, tokens, real, fmap):
 @triton.jit
 def activate(y, halves, batch, tokens, real, fmap):
     """Compute features `[T, M]` and their log scale `[T]` from y. Selections instead of minima propagate NaN."""
-    y = all_parts(y, fmap)
     _, inside = feature_indices(fmap)
     length: tl.constexpr = tokens.shape[0]
     scale = tl.zeros((length,), tl.float32)
@@ -157,9 +163,12 @@ def activate(y, halves, batch, tokens, real, fmap):
         if fmap.activation == "rotated-relu":
             values = rotate(values, batch, tokens, real, fmap)
     elif fmap.activation == "softmax-pair":
-        logits = tl.reshape(tl.where(inside[None, :], y, float("-inf")), (length, fmap.parts, fmap.half))
-        parts = tl.exp(logits - tl.max(logits, axis=2, keep_dims=True))
-        values = tl.reshape(parts / tl.sum(parts, axis=2, keep_dims=True), (length, fmap.parts * fmap.half))
+        first = (tl.arange(0, fmap.parts * fmap.half) < fmap.half)[None, :]
+        logits = tl.where(inside[None, :], y, float("-inf"))
+        top_first = tl.max(tl.where(first, logits, float("-inf")), axis=1)
+        top_second = tl.max(tl.where(first, float("-inf"), logits), axis=1)
+        parts = tl.exp(logits - tl.where(first, top_first[:, None], top_second[:, None]))
+        values = parts / pair_sums(parts, fmap)
     elif fmap.activation == "softmax-joint":
         logits = tl.where(inside[None, :], 2 * y, float("-inf"))
         parts = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
@@ -188,8 +197,6 @@ def features(x, batch, head, tokens, real, fmap):
 def slopes(y, values, gradient, batch, tokens, real, fmap):
     """Compute the gradient of the numbers before the activation `[T, half]` from that of the features."""
     _, inside = feature_indices(fmap)
-    y = all_parts(y, fmap)
-    length: tl.constexpr = tokens.shape[0]
     if fmap.activation == "elu":
         back = gradient * tl.where(y > 0, 1.0, values + (fmap.alpha - 1))
     elif fmap.activation == "relu":
@@ -197,10 +204,7 @@ def slopes(y, values, gradient, batch, tokens, real, fmap):
     elif fmap.activation == "rotated-relu":
         back = tl.where(y > 0, rotate(gradient, batch, tokens, real, fmap), 0.0)
     elif fmap.activation == "softmax-pair":
-        both = tl.reshape(values * gradient, (length, fmap.parts, fmap.half))
-        mean = tl.sum(both, axis=2, keep_dims=True)
-        parts = both - tl.reshape(values, (length, fmap.parts, fmap.half)) * mean
-        back = tl.reshape(parts, (length, fmap.parts * fmap.half))
+        back = values * (gradient - pair_sums(values * gradient, fmap))
     elif fmap.activation == "exp":
         back = gradient * values
     else:
@@ -214,10 +218,9 @@ def slopes(y, values, gradient, batch, tokens, real, fmap):
     if fmap.weight is None:
         back = back * fmap.in_scale
     if fmap.parts == 2:
-        first, second = tl.split(tl.permute(tl.reshape(back, (length, 2, fmap.half)), (0, 2, 1)))
-        if fmap.activation == "rotated-relu":
-            second = -second
-        back = first - second
+        columns = tl.arange(0, fmap.parts * fmap.half) % fmap.half
+        same = columns[:, None] == tl.arange(0, fmap.half)[None, :]
+        back = tl.dot(back, tl.where(same, signs(fmap)[:, None], 0.0), input_precision=fmap.precision)
     return back
 
 
