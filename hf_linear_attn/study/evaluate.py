@@ -36,9 +36,9 @@ from ..utils.progress import ConsoleProgress, Progress, report_batches
 from ..utils.timing import MIN_ROUNDS
 from .prepare import ExactModel, Measurement, PreparedModel, inputs_text, prepare
 from .results import Evaluation
-from .settings import EvaluateConfig, EvaluationData, Settings, with_options
+from .settings import EvaluateConfig, EvaluationData, with_options
 from .study import Record, Study, check_study, open_study
-from .variants import EXACT_LABEL, WITHOUT_ATTENTION, Loader, Variant, timed_variants, variants_of
+from .variants import EXACT_LABEL, WITHOUT_ATTENTION, Loader, timed_variants, variants_of
 
 #: Seconds that one length may take in any case: without long inputs there is little to see.
 LONGEST_WAIT = 120.0
@@ -115,8 +115,16 @@ def evaluate(
         if timing and first.settings.lengths:
             notes = measure_speed(study, first)
         tables = examples(first.exact, converted[0]) if examples is not None else {}
+    groups = [group for one in models for group in one.groups]
     info = {
-        **facts_of(models),
+        "model": first.exact.facts(),
+        "data": first.inputs.facts,
+        "tasks": [{"task": one.task, "model": one.exact.name, **one.inputs.facts} for one in models[1:]],
+        "settings": asdict(first.settings),
+        "environment": environment(device),
+        "backend": first.exact.device["backend"],
+        "scores": [asdict(score) for one in models for score in one.scores],
+        "checkpoints": {group.label: [Path(folder).name for folder in group.folders] for group in groups},
         "quick": config.quick,
         "notes": notes,
         "records": study.records.used,
@@ -126,22 +134,6 @@ def evaluate(
         "seconds": time.perf_counter() - start,
     }
     return Evaluation(study.records.to_frame(study.records.used), json_safe(info), study.records)
-
-
-def facts_of(models: Sequence[PreparedModel]) -> dict[str, Any]:
-    """Return what a report says of the models, their data and the machine."""
-    first = models[0]
-    groups = [group for one in models for group in one.groups]
-    return {
-        "model": first.exact.facts(),
-        "data": first.inputs.facts,
-        "tasks": [{"task": one.task, "model": one.exact.name, **one.inputs.facts} for one in models[1:]],
-        "settings": asdict(first.settings),
-        "environment": environment(first.exact.model.device),
-        "backend": first.exact.device["backend"],
-        "scores": [asdict(score) for one in models for score in one.scores],
-        "checkpoints": {group.label: [Path(folder).name for folder in group.folders] for group in groups},
-    }
 
 
 def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examples | None = None) -> Evaluation:
@@ -214,7 +206,7 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
     sequence: a batch has so many times as many, and a prefill as many as a forward pass. Several sequences are timed at
     a few of the lengths, and not in a prefill.
     """
-    settings, exact = one.settings, one.exact.cast(one.settings.dtype)
+    settings, tokens, exact = one.settings, one.inputs.tokens, one.exact.cast(one.settings.dtype)
     variants = timed_variants(exact, settings, one.groups)
     lengths, note = possible_lengths(exact.model, settings.lengths)
     notes = [note] if note else []
@@ -229,6 +221,20 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
         name = measurement + (f" with {batch_size} sequences" if batch_size > 1 else "")
         timed = [one for one in variants if measurement != DECODING or one.label != WITHOUT_ATTENTION]
         models = {one.label: {"attention": one.attention, **one.options} for one in timed}
+
+        def time_all(length: int) -> Values:
+            """Time all variants in the same rounds; each value says of which one it is."""
+            loaded = {one.label: one.load() for one in timed}
+            common: dict[str, Any] = {"baseline": EXACT_LABEL, "batch_size": batch_size}
+            if measurement == DECODING:
+                results = measure_decoding(loaded, tokens, length, seconds=settings.seconds / 4, **common)
+            else:
+                common |= {"flops": settings.flops and measurement != PREFILL and batch_size == 1, "memory": True}
+                common |= {"measurement": measurement, "seconds": settings.seconds}
+                results = measure_passes(loaded, tokens, length, **common)
+            own = {one.label: {"label": one.label, "attention": one.attention} for one in timed}
+            return [{**row, **own[label]} for label in own for row in results[label]]
+
         for index, length in enumerate(lengths):
             conditions = exact.conditions(measurement, length=length, batch_size=batch_size, options=models)
             reason = None
@@ -239,9 +245,8 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
                 reason = reason_to_skip(known.values, growth, settings.seconds, exact.model.device, powers)
             if reason is None:
                 study.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
-                function = partial(_time, timed, settings, measurement, one.inputs.tokens, length, batch_size)
                 try:
-                    done[length] = study.measure(conditions, function)
+                    done[length] = study.measure(conditions, partial(time_all, length))
                 except torch.cuda.OutOfMemoryError:
                     torch.cuda.empty_cache()
                     reason = "the device has no more memory"
@@ -257,26 +262,6 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
         if settings.throughput_batch_size > 1 and measurement != PREFILL:
             sweep(measurement, lengths_to_show(list(single), settings.length), settings.throughput_batch_size, single)
     return notes
-
-
-def _time(
-    variants: Sequence[Variant],
-    settings: Settings,
-    measurement: str,
-    tokens: Sequence[int],
-    length: int,
-    batch_size: int,
-) -> Values:
-    """Time all variants in the same rounds; each value says of which one it is."""
-    models = {one.label: one.load() for one in variants}
-    common: dict[str, Any] = {"baseline": EXACT_LABEL, "batch_size": batch_size}
-    if measurement == DECODING:
-        results = measure_decoding(models, tokens, length, seconds=settings.seconds / 4, **common)
-    else:
-        flops = settings.flops and measurement != PREFILL and batch_size == 1
-        options: dict[str, Any] = {"measurement": measurement, "memory": True, "flops": flops}
-        results = measure_passes(models, tokens, length, seconds=settings.seconds, **common, **options)
-    return [{**row, "label": one.label, "attention": one.attention} for one in variants for row in results[one.label]]
 
 
 def reason_to_skip(

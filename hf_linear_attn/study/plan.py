@@ -112,7 +112,8 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         facts["resumed"] = len(study.records) > 0
         facts["transfer"] = train(study, one)
         heads = choose_heads(study, one, config) if config.search == "heads" else ()
-        result = LayerSearch(study, one, budget, heads).run()
+        search = LayerSearch(study, one, budget, heads)
+        result = search.run()
         facts |= {**environment(device), "seconds": time.perf_counter() - started}
         write_plan(result, json_safe(facts), folder)
         progress.table(result.formatted_table())
@@ -120,8 +121,12 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
             progress.log(f"• {sentence}")
         written = f"Plan: {folder / PLAN}, with" if result.plan is not None else f"No plan was written. In {folder}:"
         progress.log(f"{written} {PAGE}, {PLOT} and {REPORT}")
-        if config.save_model is not None:
-            progress.log(save_planned(result, one, config))
+        if config.save_model is not None and result.met and result.plan is not None:
+            model = search.convert(one.linear.load(), result.chosen)
+            save_checkpoint(model, config.model, config.save_model, overwrite=config.overwrite)
+            progress.log(f"Checkpoint: {config.save_model}")
+        elif config.save_model is not None:
+            progress.log("No checkpoint was written, because the budget is not met.")
     return result
 
 
@@ -254,16 +259,6 @@ def facts_of(one: PlannedModel, config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def save_planned(result: PlanResult, one: PlannedModel, config: PlanConfig) -> str:
-    """Write a checkpoint with the planned layers and their learned parts; return a message."""
-    assert config.save_model is not None
-    if not result.met or result.plan is None:
-        return "No checkpoint was written, because the budget is not met."
-    model = convert_as_planned(one.exact.model, one.linear.load(), result.plan)
-    save_checkpoint(model, config.model, config.save_model, overwrite=config.overwrite)
-    return f"Checkpoint: {config.save_model}"
-
-
 def mechanisms_of(patched: PreTrainedModel) -> dict[str, dict[str, Any]]:
     """Return the mechanism of each linear layer, with its options, by the layer's index."""
     return {
@@ -271,19 +266,6 @@ def mechanisms_of(patched: PreTrainedModel) -> dict[str, dict[str, Any]]:
         for layer in patch_report(patched).layers
         if layer.attention != EXACT
     }
-
-
-def convert_as_planned(exact: PreTrainedModel, patched: PreTrainedModel, plan: Mapping[str, Any]) -> PreTrainedModel:
-    """Return a copy of the exact model with the planned layers and heads, and what `patched` has learned for them."""
-    model = patch_model(shared_copy(exact), plan)
-    for own, other in zip(self_attention(model), self_attention(patched), strict=True):
-        mechanism: Any = getattr(own.module, SUBMODULE, None)
-        learned: Any = getattr(other.module, SUBMODULE, None)
-        if isinstance(mechanism, HeadMixture):
-            mechanism.load_heads(learned)
-        elif mechanism is not None:
-            mechanism.load_state_dict(learned.state_dict())
-    return model.eval()
 
 
 @dataclass(frozen=True)
@@ -476,7 +458,15 @@ class LayerSearch:
 
     def convert(self, patched: PreTrainedModel, one: Candidate) -> PreTrainedModel:
         """Return the model of a candidate, with the options and the learned parts of a patched one."""
-        return convert_as_planned(self.planned.exact.model, patched, one.plan(mechanisms_of(patched)))
+        model = patch_model(shared_copy(self.planned.exact.model), one.plan(mechanisms_of(patched)))
+        for own, other in zip(self_attention(model), self_attention(patched), strict=True):
+            mechanism: Any = getattr(own.module, SUBMODULE, None)
+            learned: Any = getattr(other.module, SUBMODULE, None)
+            if isinstance(mechanism, HeadMixture):
+                mechanism.load_heads(learned)
+            elif mechanism is not None:
+                mechanism.load_state_dict(learned.state_dict())
+        return model.eval()
 
     def choose(self, rows: Sequence[Candidate], informative: bool) -> tuple[Candidate, bool]:
         """Choose a candidate; where none is within the budget, the nearest one, with False."""
