@@ -60,11 +60,13 @@ class ScatterbrainAttention(HybridAttention):
         self.begin_forward(inputs)
         call = self._call(inputs, self._log_mix(inputs))
         hashing = self._hashing()
-        accumulator, after = windowed.accumulate(call, normalise=hashing is None)
-        if hashing is None:
-            return accumulator.values, after
-        if inputs.query.shape[2] == 0:
-            return inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[-1]), inputs.state
+        if hashing is None or inputs.query.shape[2] == 0:
+            return windowed.windowed(call)
+        after: State | None = None
+        if call.causal:
+            accumulator, after = windowed.accumulate_causal(call)
+        else:
+            accumulator = windowed.accumulate_bidirectional(call)
         accumulator, stored = buckets.add_buckets(accumulator, call, hashing, after)
         out = mask_tokens(weighted_mean(accumulator.values), inputs.mask).to(inputs.value.dtype)
         return out, None if after is None else {**after, **stored}

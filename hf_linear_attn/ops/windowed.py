@@ -18,6 +18,7 @@ it (bidirectional: and after it), its neighbours. Everything farther comes from 
 added up from the beginning (and from the end) and never subtracted, so that no digits cancel.
 """
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -131,7 +132,9 @@ class Columns(NamedTuple):
     outside: Tensor | None = None
 
 
-def row_weights(rows: Features, columns: list[Columns], far_scale: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+def row_weights(
+    rows: Features, columns: Sequence[Columns], far_scale: Tensor | None = None
+) -> tuple[list[Tensor], Tensor]:
     """Return the weights of all columns and the stabilisers c `[…, n]`; far_scale: the log scale of all other keys."""
     top = reduce(torch.maximum, (part.logits.amax(dim=-1) for part in columns))
     if rows.log_scale is not None:  # everything is relative to the row's largest exponent, which then has no gradient
@@ -249,9 +252,8 @@ class _Blocks(NamedTuple):
     features: Features
     kv_state: KVState
 
-    def columns(self, rows: QueryRows, shift: int, part: _Part) -> Columns:
-        """Return the blocks from `shift` on as columns of as many blocks of rows."""
-        now = slice(shift, shift + rows.query.shape[0])
+    def columns(self, rows: QueryRows, now: slice, part: _Part) -> Columns:
+        """Return some of the blocks as columns of as many blocks of rows."""
         logits = rows.query @ self.key[now].transpose(-1, -2)
         logits = logits if part.bias is None else logits + part.bias
         return Columns(logits, None if part.outside is None else self.features.apply(lambda x: x[now]), part.outside)
@@ -274,40 +276,77 @@ def _neighbours(call: WindowedCall, size: int, reach: int) -> list[_Part]:
     return parts
 
 
-class _KeyBlocks:
-    """Keys and values, padded to whole blocks; features and sums of blocks are computed where they are needed.
+class _BlockedCall:
+    """A call in blocks of tokens, of which some are handled at once; features and sums are computed for these only.
 
     Args:
-        call: The call, with its tokens in the order of `gather_tokens`.
+        call: The call, with its tokens in the order of `gather_tokens` and zeros as queries of padding.
         valid: `[B | 1, S]`, False for padding.
         far: `[B | 1, S]`, False for padding too, and for keys that no row sees outside of its window.
-        size: c.
-        count: Blocks.
-        before: Tokens of padding in front.
+        sinks: Keys that are near every row.
+        normalise: Whether outputs are divided by their sums of weights, and in the dtype of `call.value`.
+        older: The keys before the first query.
     """
 
-    def __init__(self, call: WindowedCall, valid: Tensor, far: Tensor, size: int, count: int, before: int) -> None:
-        self.size, self.count, self.before = size, count, before
-        self.dtype, self.key_features = compute_dtype(call.key), call.key_features
-        self.key, self.value = (pad_to_blocks(x, size, count, before) for x in (call.key, call.value))
-        self.valid, self.far = (
-            pad_to_blocks(real[:, None, :, None], size, count, before)[:, 0, :, 0] for real in (valid, far)
-        )
+    def __init__(
+        self, call: WindowedCall, valid: Tensor, far: Tensor, sinks: Sinks | None, *, normalise: bool, older: int = 0
+    ) -> None:
+        batch, heads, length, _ = call.query.shape
+        self.call, self.sinks, self.normalise, self.free = call, sinks, normalise, is_free(length)
+        size = min(max(call.window, MIN_BLOCK), MAX_BLOCK)
+        self.size = size if self.free else min(size, length if call.state is None else max(length, MIN_BLOCK))
+        # One more of a free number of blocks: a dimension that may be 1 would fix the length.
+        self.count = (length + self.size - 1) // self.size + (1 if self.free else 0)
+        reach = -(-call.window // self.size)
+        self.reach = reach if self.free or call.state is not None else min(reach, self.count)
+        self.ahead = 0 if call.causal else self.reach
+        self.before = self.reach * self.size - older
+        self.key, self.value = self._pad_keys(call.key), self._pad_keys(call.value)
+        self.valid, self.far = (self._pad_keys(real[:, None, :, None])[:, 0, :, 0] for real in (valid, far))
         self.masked = call.mask is not None or call.state is not None  # other padding is zero already
+        self.query, log_mix = self.pad_rows(call.query), call.log_mixing_weights()
+        self.log_mix = log_mix if log_mix.shape[2] == 1 else self.pad_rows(log_mix.unsqueeze(-1)).squeeze(-1)
+        self.parts = _neighbours(call, self.size, self.reach)
+        step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * self.size * self.size, 1))
+        step = self.count if torch.compiler.is_compiling() else min(step, self.count)
+        #: The first block of rows of each group.
+        self.starts = range(1) if self.free else range(0, self.count, step)
+        blocks = self._key_blocks(0, self.reach + self.count + self.ahead if self.free else 1)
+        self._all = blocks if self.free else None
+        #: The sums over no keys: where no state stands before the first token, block 0 is empty.
+        self.nothing = blocks.kv_state.at(0)
 
-    def blocks(self, start: int, stop: int, featured: int | None = None) -> _Blocks:
+    def pad_rows(self, tensor: Tensor) -> Tensor:
+        """Add tokens to those of `[B, H, L, …]`, as many as fill the blocks of rows."""
+        return pad_to_blocks(tensor, self.size, self.count, 0)
+
+    def _pad_keys(self, tensor: Tensor) -> Tensor:
+        return pad_to_blocks(tensor, self.size, self.reach + self.count + self.ahead, self.before)
+
+    def group_size(self, start: int) -> int:
+        """Return the number of blocks of rows in the group that begins with block `start`."""
+        return self.count if self.free else min(self.starts.step, self.count - start)
+
+    def keys(self, start: int) -> _Blocks:
+        """Return the blocks of keys near a group, with features and sums; causal ones of the first and one more."""
+        if self._all is not None:
+            return self._all
+        size = self.group_size(start)
+        return self._key_blocks(start, start + size + self.reach + self.ahead, size + 1 if self.call.causal else None)
+
+    def _key_blocks(self, start: int, stop: int, featured: int | None = None) -> _Blocks:
         """Return blocks `start … stop - 1`, with features and sums for the first `featured` of them."""
         count = stop - start
         free = is_free(count)  # then these are all blocks, not in the order of tokens
         featured = count if featured is None or free else featured
         tokens = slice(None) if free else slice(start * self.size, stop * self.size)
         some = slice(None) if free else slice(0, featured * self.size)
-        valid = self.valid[:, tokens]
+        valid, dtype = self.valid[:, tokens], compute_dtype(self.call.key)
         select = valid if self.masked else None
-        key = mask_tokens(self.key[:, :, tokens].to(self.dtype), select)
-        value = split_blocks(with_ones(mask_tokens(self.value[:, :, tokens].to(self.dtype), select)), self.size, count)
+        key = mask_tokens(self.key[:, :, tokens].to(dtype), select)
+        value = split_blocks(with_ones(mask_tokens(self.value[:, :, tokens].to(dtype), select)), self.size, count)
         bias = key.new_zeros(valid.shape).masked_fill(~valid, BLOCKED)[:, None, :, None].expand(*key.shape[:3], 1)
-        values, log_scale = self.key_features(key[:, :, some], start * self.size - self.before)
+        values, log_scale = self.call.key_features(key[:, :, some], start * self.size - self.before)
         # All of it is finite here, so a product drops padding as well as a selection would, and several times faster.
         far = self.far[:, tokens][:, some]
         values = split_blocks(values * far.to(values.dtype)[:, None, :, None], self.size, featured)
@@ -317,14 +356,56 @@ class _KeyBlocks:
         kv_state = KVState.of(features, value[:featured])
         return _Blocks(split_blocks(torch.cat([key, bias], dim=-1), self.size, count), value, features, kv_state)
 
+    def rows(self, start: int) -> QueryRows:
+        """Return the queries of a group as blocks `[n, B, G, R·c, …]`."""
+        call, count, groups = self.call, self.group_size(start), self.call.key.shape[1]
+        span = slice(None) if self.free else slice(start * self.size, (start + count) * self.size)
+        mix = self.log_mix if self.log_mix.shape[2] == 1 else self.log_mix[:, :, span]
+        query = self.query[:, :, span]
+        rows = make_query_rows(query, call.query_features, start * self.size, groups, call.scaling, mix)
 
-def _block_rows(rows: QueryRows, count: int, size: int) -> QueryRows:
-    """QueryRows `[B, G, R, n·c, …]` as blocks `[n, B, G, R·c, …]`."""
+        def split(tensor: Tensor) -> Tensor:
+            return split_blocks(tensor, self.size, count, 3).flatten(3, 4)
 
-    def split(tensor: Tensor) -> Tensor:
-        return split_blocks(tensor, size, count, 3).flatten(3, 4)
+        return QueryRows(split(rows.query), rows.features.apply(split))
 
-    return QueryRows(split(rows.query), rows.features.apply(split))
+    def attend(
+        self, start: int, rows: QueryRows, keys: _Blocks, far: KVState, *stored: tuple[Columns, Tensor]
+    ) -> Accumulator:
+        """Attend from a group to its neighbours, to the sinks, to far sums `[n, B, G, m, e + 1]` and to a store."""
+        features, near = rows.features, [slice(shift, shift + rows.query.shape[0]) for shift in range(len(self.parts))]
+        pairs = [(keys.columns(rows, now, part), keys.value[now]) for now, part in zip(near, self.parts, strict=True)]
+        if self.sinks is not None:
+            pairs.append(_sink_columns(self.sinks, rows, start * self.size, self.call))
+        columns, values = zip(*pairs, *stored, strict=True)
+        far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
+        weights, top = row_weights(features, columns, far_scale)
+        total = features.values @ far.total
+        if features.log_scale is not None:
+            total = total * _far_scale(features.log_scale, far_scale, top)
+        for weight, value in zip(weights, values, strict=True):
+            total = total + weight @ value
+        return Accumulator(weighted_mean(total).to(self.call.value.dtype) if self.normalise else total, top)
+
+    def later_states(self) -> list[KVState]:
+        """Return, for each group, the sums of all keys after the neighbours of its last block of rows."""
+        later = [self.nothing]
+        for start in reversed(self.starts[1:]):
+            first = start + 2 * self.reach
+            later.append(self._key_blocks(first, first + self.group_size(start)).kv_state.running(later[-1])[1])
+        return later[::-1]
+
+    def join(self, parts: list[Accumulator]) -> Accumulator:
+        """Put the results of all groups, `[n, B, G, R·c, …]`, in the order of tokens `[B, H, L, …]`."""
+        heads, length = self.call.query.shape[1:3]
+        repeats = heads // self.call.key.shape[1]
+
+        def joined(blocked: list[Tensor]) -> Tensor:
+            tokens = torch.cat([x.unflatten(3, (repeats, -1)).movedim(0, 3) for x in blocked], dim=3)
+            return join_chunks(tokens, length, 3).flatten(1, 2)
+
+        scales = [part.log_scale.unsqueeze(-1) for part in parts]
+        return Accumulator(joined([part.values for part in parts]), joined(scales)[..., 0])
 
 
 def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall) -> tuple[Columns, Tensor]:
@@ -371,123 +452,66 @@ def _offer_blocks(
     return _store_columns(pool, torch.stack(is_stored), rows.query, call, features), store
 
 
-def _attend(
-    rows: QueryRows, keys: _Blocks, far: KVState, parts: list[_Part], more: list[tuple[Columns, Tensor]]
-) -> Accumulator:
-    """Attend from n blocks of rows to their neighbours, to the far sums `[n, B, G, m, e + 1]` and to more columns."""
-    features = rows.features
-    columns = [keys.columns(rows, shift, part) for shift, part in enumerate(parts)]
-    values = [keys.value[shift : shift + rows.query.shape[0]] for shift in range(len(parts))]
-    columns, values = [*columns, *(column for column, _ in more)], [*values, *(value for _, value in more)]
-    far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
-    weights, top = row_weights(features, columns, far_scale)
-    total = features.values @ far.total
-    if features.log_scale is not None:
-        total = total * _far_scale(features.log_scale, far_scale, top)
-    for weight, value in zip(weights, values, strict=True):
-        total = total + weight @ value
-    return Accumulator(total, top)
+def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumulator, State]:
+    """Compute the causal form of at least one token before normalisation, `[B, H, L, …]`, and the state after it.
 
-
-def accumulate(
-    call: WindowedCall, *, normalise: bool = False, sinks: Sinks | None = None
-) -> tuple[Accumulator, State | None]:
-    """Compute either form before normalisation, `[B, H, L, …]`, and the state after it (causal).
-
-    With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`. In the causal form all of
-    it is zero at padding, and the state holds what `first_tokens` returns, too. In the bidirectional form sinks are
-    keys only: `attend_from_sinks` replaces the outputs of their own queries.
-
-    A bidirectional call may be a part of a sequence: `call.state` then holds the sums over keys that are far from all
-    of its tokens, and `sinks` are those of the sequence, at positions relative to the first token of the part.
+    It is zero at padding. With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`.
     """
-    batch, heads, length, _ = call.query.shape
-    groups, window, dtype = call.key.shape[1], call.window, compute_dtype(call.query)
-    if length == 0:
-        empty = call.value.new_zeros(batch, heads, 0, call.value.shape[-1])
-        return Accumulator(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), call.state
-    log_mix, older = call.log_mixing_weights(), 0
-    first: State = {}
-    if call.causal:
-        inputs, valid, query_index, ring = gather_tokens(call, log_mix)
-        sinks, first = first_tokens(call)
-        query, log_mix, older = inputs.query, inputs.log_mixing_weights(), window
-        position = torch.arange(-window, length, device=query.device)
-        far = valid & (position < length - window)  # the others stay in the ring
-        if sinks is not None:
-            far = far & (position > sinks.position[:, -1:])
-    else:
-        inputs, query = call, mask_tokens(call.query, call.mask)
-        valid = torch.ones(1, length, dtype=torch.bool, device=query.device) if call.mask is None else call.mask
-        far = valid
-        if sinks is not None:
-            positions = torch.arange(length, device=query.device)
-            far = far & ~(sinks.position.unsqueeze(-1) == positions).any(dim=1)
-        elif (sinks := end_tokens(call)) is not None:
-            far = far.expand(batch, -1).scatter(1, sinks.position, False)
-    size, free = min(max(window, MIN_BLOCK), MAX_BLOCK), is_free(length)
-    size = size if free else min(size, length if call.state is None else max(length, MIN_BLOCK))
-    # One more of a free number of blocks: a dimension that may be 1 would fix the length.
-    count, reach = (length + size - 1) // size + (1 if free else 0), -(-window // size)
-    reach = reach if free or call.state is not None else min(reach, count)
-    ahead = 0 if call.causal else reach
-    keys = _KeyBlocks(inputs, valid, far, size, reach + count + ahead, reach * size - older)
-    query = pad_to_blocks(query, size, count, 0)
+    length, window = call.query.shape[2], call.window
+    inputs, valid, query_index, ring = gather_tokens(call, call.log_mixing_weights())
+    sinks, first = first_tokens(call)
+    position = torch.arange(-window, length, device=call.query.device)
+    far = valid & (position < length - window)  # the others stay in the ring
+    if sinks is not None:
+        far = far & (position > sinks.position[:, -1:])
+    blocked = _BlockedCall(inputs, valid, far, sinks, normalise=normalise, older=window)
     if call.store:
         refuse_free_length(length, "A window with store_size")
         tokens = (x[:, :, :length] for x in (inputs.key, inputs.value, far[:, None, :, None]))
-        key, value, leave = (pad_to_blocks(x, size, count, 0) for x in tokens)
+        key, value, leave = map(blocked.pad_rows, tokens)
         store, leaving = StoredKeys.before(call), leaving_keys(call, key, value, leave[:, 0, :, 0])
-    log_mix = log_mix if log_mix.shape[2] == 1 else pad_to_blocks(log_mix.unsqueeze(-1), size, count, 0).squeeze(-1)
-    parts = _neighbours(call, size, reach)
-    step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * size * size, 1))
-    step = count if torch.compiler.is_compiling() else min(step, count)
-    blocks = keys.blocks(0, keys.count if free else 1)
-    # Without a state there is no key before the first token: block 0 is empty.
-    nothing = blocks.kv_state.at(0)
-    carried = nothing if call.state is None else KVState.from_state(call.state)
-    starts = range(1) if free else range(0, count, step)
-    later_states = [nothing] * len(starts) if call.causal else _later_states(keys, starts, count, reach, nothing)
-    values: list[Tensor] = []
-    scales: list[Tensor] = []
-    for start, later in zip(starts, later_states, strict=True):
-        now = count if free else min(step, count - start)
-        if not free:
-            blocks = keys.blocks(start, start + now + reach + ahead, now + 1 if call.causal else None)
-        far_state, carried = blocks.kv_state.at(slice(0, now)).running(carried)
-        if not call.causal:
-            behind, _ = blocks.kv_state.at(slice(2 * reach, None)).apply(lambda x: x.flip(0)).running(later)
-            far_state = far_state.plus(behind.apply(lambda x: x.flip(0)))
-        span = slice(None) if free else slice(start * size, (start + now) * size)
-        mix = log_mix if log_mix.shape[2] == 1 else log_mix[:, :, span]
-        rows = make_query_rows(query[:, :, span], call.query_features, start * size, groups, call.scaling, mix)
-        rows = _block_rows(rows, now, size)
-        more = [] if sinks is None else [_sink_columns(sinks, rows, start * size, call)]
+    carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
+    for start in blocked.starts:
+        count, rows, keys = blocked.group_size(start), blocked.rows(start), blocked.keys(start)
+        before, carried = keys.kv_state.at(slice(0, count)).running(carried)
+        stored = []
         if call.store:
-            columns, store = _offer_blocks(store, leaving, rows, start * size, call)
-            more.append(columns)
-        part = _attend(rows, blocks, far_state, parts, more)
-        out = weighted_mean(part.values).to(call.value.dtype) if normalise else part.values
-        for blocked, joined in ((out, values), (part.log_scale.unsqueeze(-1), scales)):
-            joined.append(blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3))  # [B, G, R, n, c, …]
-    out, scale = (join_chunks(torch.cat(joined, dim=3), length, 3).flatten(1, 2) for joined in (values, scales))
-    if not call.causal:
-        return Accumulator(out, scale[..., 0]), None
+            columns, store = _offer_blocks(store, leaving, rows, start * blocked.size, call)
+            stored.append(columns)
+        parts.append(blocked.attend(start, rows, keys, before, *stored))
+    result = blocked.join(parts)
     if query_index is not None:
-        out, scale = (mask_tokens(take_tokens(x, query_index), call.mask) for x in (out, scale))
-    after = carried.plus(blocks.kv_state.at(-reach if free else now)).state()
-    stored = store.state(call, after["kv"].requires_grad) if call.store else {}
-    return Accumulator(out, scale[..., 0]), {**after, **ring, **first, **stored}
+        values, scale = (take_tokens(x, query_index) for x in (result.values, result.log_scale.unsqueeze(-1)))
+        result = Accumulator(mask_tokens(values, call.mask), mask_tokens(scale, call.mask)[..., 0])
+    after = carried.plus(keys.kv_state.at(-blocked.reach if blocked.free else count)).state()
+    entries = store.state(call, after["kv"].requires_grad) if call.store else {}
+    return result, {**after, **ring, **first, **entries}
 
 
-def _later_states(keys: _KeyBlocks, starts: range, count: int, reach: int, nothing: KVState) -> list[KVState]:
-    """Return, for each group of blocks, the sums of all keys after the neighbours of its last block."""
-    later = [nothing]
-    for start in reversed(starts[1:]):
-        now = min(starts.step, count - start)
-        blocks = keys.blocks(start + 2 * reach, start + now + 2 * reach)
-        later.append(blocks.kv_state.running(later[-1])[1])
-    return later[::-1]
+def accumulate_bidirectional(call: WindowedCall, *, normalise: bool = False, sinks: Sinks | None = None) -> Accumulator:
+    """Compute the bidirectional form as `accumulate_causal` does; what it returns at padding means nothing.
+
+    Sinks are keys only here: `attend_from_sinks` replaces the outputs of their own queries. A call may be a part of a
+    sequence: `call.state` then holds the sums over keys that are far from all of its tokens, and `sinks` are those of
+    the sequence, at positions relative to the first token of the part.
+    """
+    batch, _, length, _ = call.query.shape
+    positions = torch.arange(length, device=call.query.device)
+    valid = far = torch.ones_like(positions, dtype=torch.bool).unsqueeze(0) if call.mask is None else call.mask
+    if sinks is not None:
+        far = far & ~(sinks.position.unsqueeze(-1) == positions).any(dim=1)
+    elif (sinks := end_tokens(call)) is not None:
+        far = far.expand(batch, -1).scatter(1, sinks.position, False)
+    masked = call.replace(query=mask_tokens(call.query, call.mask))
+    blocked = _BlockedCall(masked, valid, far, sinks, normalise=normalise)
+    carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
+    for start, later in zip(blocked.starts, blocked.later_states(), strict=True):
+        keys = blocked.keys(start)
+        before, carried = keys.kv_state.at(slice(0, blocked.group_size(start))).running(carried)
+        behind, _ = keys.kv_state.at(slice(2 * blocked.reach, None)).apply(lambda x: x.flip(0)).running(later)
+        far_state = before.plus(behind.apply(lambda x: x.flip(0)))
+        parts.append(blocked.attend(start, blocked.rows(start), keys, far_state))
+    return blocked.join(parts)
 
 
 def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
@@ -503,13 +527,16 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token (causal).
     """
     mask, state = call.mask, call.state
+    if call.query.shape[2] == 0:
+        return call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1]), state
     # One token in every row is a step. A mask is read on a CPU only.
     readable = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
     if state is not None and call.query.shape[2] == 1 and (mask is None or (readable and bool(mask.all()))):
         return _step(call, state)
-    accumulator, state = accumulate(call, normalise=True)
-    out = accumulator.values
-    return (out, state) if call.causal else (attend_from_sinks(out, call, end_tokens(call)), None)
+    if call.causal:
+        (out, _), state = accumulate_causal(call, normalise=True)
+        return out, state
+    return attend_from_sinks(accumulate_bidirectional(call, normalise=True).values, call, end_tokens(call)), None
 
 
 def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
