@@ -3,7 +3,7 @@
 Options of the stages are called as in `transformers.TrainingArguments` where they mean the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..config import DEFAULT_ATTENTION
@@ -12,6 +12,8 @@ from ..utils.options import OptionError, check_exclusive, check_options, option
 
 #: Steps of distillation, of a row each, with a budget and no other option: minutes for 100 million parameters.
 BUDGET_STEPS = 80
+#: The held-out rows that are measured then: more of them would take longer than these steps.
+BUDGET_EVAL_ROWS = 64
 
 TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding"]
 AttentionLoss = Literal["auto", "weights", "outputs"]
@@ -235,5 +237,7 @@ class ConvertConfig(TrainingRunConfig):
             settled["transfer"] = TransferConfig(max_steps=0)
         if self.distill == DistillConfig():
             settled["distill"] = DistillConfig(max_steps=BUDGET_STEPS, per_device_train_batch_size=1)
+        if self.data.max_eval_samples is None:
+            settled["data"] = replace(self.data, max_eval_samples=BUDGET_EVAL_ROWS)
         for name, value in settled.items():
             object.__setattr__(self, name, value)
