@@ -66,6 +66,11 @@ class LayerConfig:
                 raise ValueError(f"cache_dtype must be {choices}, got {cache_dtype!r}.")
         return build_options(entry, values), cache_dtype
 
+    @property
+    def stores_int8(self) -> bool:
+        """Whether the cache has keys and values of the layer in int8."""
+        return self.options.get("cache_dtype") == "int8"
+
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | LayerConfig) -> LayerConfig:
         """Read a name, a dict `{"attention": name, **options}`, or the saved `{"attention": …, "options": …}`.

@@ -188,8 +188,9 @@ class PatchReport:
         ]
         lines.append(f"{'':>5}  {'layer':<{width}}  {'attention':<{kind}}  {'parameters':>10}  {'state bytes':>11}")
         for layer, name in zip(self.layers, names, strict=True):
-            size = "cache" if layer.attention == EXACT and layer.state != "none" else f"{layer.state_bytes:,}"
-            note = " (growing)" if layer.state == "growing" and layer.attention != EXACT else ""
+            in_cache = layer.attention == EXACT and layer.state == "growing" and not layer.state_bytes
+            size = "cache" if in_cache else f"{layer.state_bytes:,}"
+            note = " (growing)" if layer.state == "growing" and not in_cache else ""
             lines.append(
                 f"{layer.index:>5}  {layer.name:<{width}}  {name:<{kind}}  {layer.parameters:>10,}  {size:>11}{note}"
             )

@@ -59,7 +59,9 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, whole: 
         zip(layers, config.resolve([layer.name for layer in layers]), strict=True)
     ):
         number, layer = numbers[id(own.module)]
-        if layer_config is None or layer_config.attention == EXACT:
+        if layer_config is None:
+            continue
+        if layer_config.attention == EXACT and not (layer.causal and layer_config.stores_int8):
             continue
         if layer.span != "full":
             if layer_config is not config.default and config.layers:

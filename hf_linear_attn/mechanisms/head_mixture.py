@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ..config import CacheDtype
 from ..feature_maps.base import AttentionShape
-from ..ops.common import State, mask_tokens
-from ..ops.int8 import append, row_size, stored_dtype, to_dtype
+from ..ops.common import State
 from ..ops.prepared import prepare_with_exact, run_prepared
 from ..registry import AttentionEntry
 from .base import AttentionInputs, LinearAttention
-from .softmax import softmax_attention, softmax_weights
+from .softmax import attend_exactly, head_token_bytes, softmax_attention, softmax_weights
 
 #: Prefix of the entries of the state that belong to the exact heads.
 PREFIX = "exact_"
@@ -86,41 +85,12 @@ class HeadMixture(LinearAttention):
         self.begin_forward(inputs)
         linear_inputs, exact_inputs = self._split_inputs(inputs)
         linear, other_after = self.mechanism(linear_inputs)
-        exact, own_after = self._exact(exact_inputs)
+        exact, own_after = attend_exactly(exact_inputs, self.cache_dtype)
         if not inputs.return_state:
             return self._join(linear, exact), None
         others = [head for head in range(self.shape.num_key_value_heads) if head not in self.exact_heads]
         after = prepare_with_exact(self, inputs, other_after, own_after, (others, list(self.exact_heads)))
         return self._join(linear, exact), after
-
-    def _exact(self, inputs: AttentionInputs) -> tuple[Tensor, State]:
-        """Compute the exact heads; return their output and the state after the new tokens."""
-        mask, state, length = inputs.mask, inputs.state or {}, inputs.key.shape[2]
-        # Padding may hold anything, NaN too.
-        key, value = (mask_tokens(tensor, mask) for tensor in (inputs.key, inputs.value))
-        query = mask_tokens(inputs.query, None if mask is None else inputs.of_queries(mask))
-        dtype = stored_dtype(self.cache_dtype, key, value)
-        if not state:
-            after = {"exact_key": to_dtype(key, dtype), "exact_value": to_dtype(value, dtype)}
-        else:
-            before = state.get("exact_mask")
-            if mask is not None or before is not None:
-                before = torch.ones_like(state["exact_key"][:, 0, :, 0], dtype=torch.bool) if before is None else before
-                mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
-                # Either may be one for all rows.
-                mask = torch.cat([part.expand(len(key), -1) for part in (before, mask)], dim=1)
-            # The model may have changed its precision since.
-            key, stored_key = append(state["exact_key"], key, dtype)
-            value, stored_value = append(state["exact_value"], value, dtype)
-            after = {"exact_key": stored_key, "exact_value": stored_value}
-        if mask is not None:
-            after["exact_mask"] = mask
-        lower_triangle = inputs.causal and mask is None and not state
-        if query.shape[2] != length:  # a branch, since `is_causal` must be no symbol under `torch.compile`
-            lower_triangle = False
-        needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
-        allowed = replace(inputs, key=key, mask=mask).visible() if needs_mask else None
-        return softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after
 
     def dense_forward(self, inputs: AttentionInputs) -> Tensor:
         linear, exact = self._split_inputs(inputs)
@@ -149,8 +119,7 @@ class HeadMixture(LinearAttention):
         return self.mechanism.exact_length
 
     def state_bytes(self, length: int = 0) -> int:
-        dtype = stored_dtype(self.cache_dtype) or torch.float32
-        token = sum(row_size(size, dtype) for size in (self.shape.head_dim, self.shape.value_dim)) * dtype.itemsize
+        token = head_token_bytes(self.shape, self.cache_dtype)
         return self.mechanism.state_bytes(length) + length * len(self.exact_heads) * token
 
     @torch.no_grad()

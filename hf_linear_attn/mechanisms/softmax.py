@@ -1,10 +1,17 @@
-"""Exact attention, as a name in the registry: a layer that a mixture leaves to the model's own implementation."""
+"""Exact attention: a layer that a mixture leaves to the model's own implementation, or with a cache in int8."""
 
+import sys
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..feature_maps.base import Options
-from ..ops.common import State, compute_dtype, softmax_rows
+from ..config import CacheDtype
+from ..feature_maps.base import AttentionShape, Options, option
+from ..ops.common import State, compute_dtype, mask_tokens, softmax_rows
+from ..ops.int8 import append, row_size, stored_dtype, to_dtype
+from ..ops.prepared import prepare_exact, run_prepared
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
@@ -12,31 +19,89 @@ from .base import AttentionInputs, LinearAttention
 EXACT = "softmax"
 
 
+class SoftmaxOptions(Options):
+    cache_dtype: CacheDtype = option(
+        "auto",
+        "int8: a decoder's cache stores keys and values in int8, with one scale a token and head (auto: as they are)",
+    )
+
+
 @register_attention(
     EXACT,
     description="exact attention, computed by the model's own implementation",
     paper="Vaswani et al. 2017, arXiv:1706.03762",
-    options=Options,
+    options=SoftmaxOptions,
     learned=False,
     state="growing",
     cost="O(L²·d) time, O(L·d) state",
     recommendation="layers of a mixture that must stay as they were",
 )
 class SoftmaxAttention(LinearAttention):
-    """`softmax(τ q Kᵀ) V`. `patch_model` never inserts this module: a layer of this name keeps the model's own code.
+    """`softmax(τ q Kᵀ) V`. A layer of this name keeps the model's own code and cache, unless a decoder stores its cache
+    in int8: then `patch_model` inserts this module.
 
-    It exists for mixtures, and as the exact counterpart in studies of the weights.
+    The state is keys `[B, G, n, d]` and values `[B, G, n, e]`, which grow with the number n of tokens.
     """
 
     dense_masks = True
+    options: SoftmaxOptions
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        if inputs.state is not None or inputs.return_state:
-            raise ValueError("Exact attention keeps its keys and values in the model's own cache, not in a state.")
-        return self.dense_forward(inputs), None
+        if (step := run_prepared(self, inputs)) is not None:
+            return step
+        self.begin_forward(inputs)
+        out, after = attend_exactly(inputs, self.options.cache_dtype)
+        return out, prepare_exact(self, inputs, after) if inputs.return_state else None
+
+    def dense_forward(self, inputs: AttentionInputs) -> Tensor:
+        return softmax_attention(inputs.query, inputs.key, inputs.value, inputs.visible(), inputs.scaling)
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         return softmax_weights(inputs.query, inputs.key, inputs.visible(), inputs.scaling)
+
+    @property
+    def exact_length(self) -> int:
+        return sys.maxsize
+
+    def state_bytes(self, length: int = 0) -> int:
+        return length * self.shape.num_key_value_heads * head_token_bytes(self.shape, self.options.cache_dtype)
+
+
+def head_token_bytes(shape: AttentionShape, cache_dtype: CacheDtype) -> int:
+    """Return the bytes of the key and the value of a token in one head, in float32 or in int8."""
+    dtype = stored_dtype(cache_dtype) or torch.float32
+    return sum(row_size(size, dtype) for size in (shape.head_dim, shape.value_dim)) * dtype.itemsize
+
+
+def attend_exactly(inputs: AttentionInputs, cache_dtype: CacheDtype) -> tuple[Tensor, State]:
+    """Return exact attention `[B, H, L, e]`, and the state after the new tokens: `exact_key` `[B, G, n, d]`,
+    `exact_value` `[B, G, n, e]`, and `exact_mask` `[B, n]` where there is padding."""
+    mask, state, length = inputs.mask, inputs.state or {}, inputs.key.shape[2]
+    # Padding may hold anything, NaN too.
+    key, value = (mask_tokens(tensor, mask) for tensor in (inputs.key, inputs.value))
+    query = mask_tokens(inputs.query, None if mask is None else inputs.of_queries(mask))
+    dtype = stored_dtype(cache_dtype, key, value)
+    if not state:
+        after = {"exact_key": to_dtype(key, dtype), "exact_value": to_dtype(value, dtype)}
+    else:
+        before = state.get("exact_mask")
+        if mask is not None or before is not None:
+            before = torch.ones_like(state["exact_key"][:, 0, :, 0], dtype=torch.bool) if before is None else before
+            mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+            # Either may be one for all rows.
+            mask = torch.cat([part.expand(len(key), -1) for part in (before, mask)], dim=1)
+        # The model may have changed its precision since.
+        key, stored_key = append(state["exact_key"], key, dtype)
+        value, stored_value = append(state["exact_value"], value, dtype)
+        after = {"exact_key": stored_key, "exact_value": stored_value}
+    if mask is not None:
+        after["exact_mask"] = mask
+    lower_triangle = inputs.causal and mask is None and not state
+    if query.shape[2] != length:  # a branch, since `is_causal` must be no symbol under `torch.compile`
+        lower_triangle = False
+    needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
+    allowed = replace(inputs, key=key, mask=mask).visible() if needs_mask else None
+    return softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after
 
 
 def softmax_attention(

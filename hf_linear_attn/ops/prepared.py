@@ -21,7 +21,9 @@ from torch.autograd import forward_ad
 from . import backends
 from .calls import AttentionInputs
 from .common import ACCELERATE_HOOK, InPlaceState, State, capacity_for
+from .kernel_inputs import DTYPES
 from .native import binding
+from .native.backend import unavailable_reason
 
 #: The parts of a state that move through memory with each token.
 RING = ("ring_key", "ring_value")
@@ -68,6 +70,24 @@ def prepare_with_exact(
     weights = step.weights._replace(attributes=[*own, *step.weights.attributes])
     after.prepared = PreparedStep(mechanism, weights, inputs, [kernel, ExactStep(inputs, after, heads[1])])
     return after
+
+
+def prepare_exact(mechanism: nn.Module, inputs: AttentionInputs, after: State) -> State:
+    """Return the state of a layer of exact heads alone, with the next step prepared after a step that may be one."""
+    query, key, value = inputs.tensors
+    if torch.compiler.is_compiling() or not isinstance(inputs.state, InPlaceState) or not is_ordinary_call():
+        return after
+    if query.shape[2] != 1 or any(type(x) is not Tensor or not x.is_cpu for x in inputs.tensors):
+        return after
+    if query.dtype not in DTYPES or not query.dtype is key.dtype is value.dtype:
+        return after
+    if backends.get_backend() not in ("auto", "native") or unavailable_reason() is not None:
+        return after
+    state = InPlaceState(after)
+    weights = _Weights([], [(mechanism.__dict__, tuple(mechanism.__dict__.values()))], [])
+    steps = [ExactStep(inputs, state, list(range(key.shape[1])))]
+    state.prepared = PreparedStep(mechanism, weights, inputs, steps)
+    return state
 
 
 def is_ordinary_call() -> bool:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ..config import DEFAULT_ATTENTION
 from ..feature_maps.base import AttentionShape
 from ..integration.discovery import attention_shape, self_attention
+from ..mechanisms.softmax import head_token_bytes
 from ..mechanisms.window import WindowAttention, WindowOptions
 from ..registry import ATTENTIONS, build_options
 
@@ -197,9 +198,8 @@ def choose(
 
 
 def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions) -> Choice:
-    """Choose by the bytes of caches and states after `length` tokens in float32, relative to exact attention.
+    """Choose by the bytes of caches and states after `length` tokens, relative to exact attention in float32.
 
-    Exact heads count as in float32 also where the option `cache_dtype` is int8: a layer of nothing else ignores it.
     Layers that see a sliding window only keep their caches, and do not count.
     """
     layers = [(index, layer) for index, layer in enumerate(self_attention(model)) if layer.span == "full"]
@@ -217,8 +217,10 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
         least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
         raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
     window = max([width for width in fitting if states[width] <= WINDOW_SHARE * limit], default=fitting[0])
-    # As many heads as fit are exact: of share s they and the others take s + (1 - s) state <= limit.
+    # As many heads as fit are exact: of share s they and the others take s exact + (1 - s) state <= limit.
+    tokens = sum(shape.num_key_value_heads * head_token_bytes(shape, options.cache_dtype) for shape in shapes)
+    exact = length * tokens / whole
     heads, state = sum(shape.num_key_value_heads for shape in shapes), states[window]
-    share = min(int(heads * (limit - state) / (1 - state)), heads - 1) / heads
-    reason = f"{share + (1 - share) * state:.1%} of the cache at {length:,} tokens"
+    share = min(int(heads * (limit - state) / max(exact - state, 1e-9)), heads - 1) / heads
+    reason = f"{share * exact + (1 - share) * state:.1%} of the cache at {length:,} tokens"
     return Choice(share, window, f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads take {reason}")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..config import DEFAULT_ATTENTION
+from ..config import DEFAULT_ATTENTION, LayerConfig
 from ..data.recall_prompts import TASKS, PromptMaker, check_positions
 from ..data.text import text_rows
 from ..integration.context import attention_modules
@@ -98,13 +98,18 @@ class ExactHeads:
         return self.first_rows(table, count, self.attention)
 
     def plan(self, attention: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return a plan for `patch_model`: the chosen heads exact, the others with this mechanism or their own."""
+        """Return a plan for `patch_model`: the chosen heads exact, the others with this mechanism or their own.
+
+        A layer of exact heads alone stores its cache as the others do.
+        """
         sizes = self.table.groupby("layer").size()
+        default = self.attention if attention is None else attention
+        in_int8 = LayerConfig.parse(default).stores_int8
+        exact = {"attention": EXACT, "cache_dtype": "int8"} if in_int8 else EXACT
         layers = {
-            str(layer): EXACT if len(heads) == sizes[layer] else {"exact_heads": list(heads)}
+            str(layer): exact if len(heads) == sizes[layer] else {"exact_heads": list(heads)}
             for layer, heads in self.heads.items()
         }
-        default = self.attention if attention is None else attention
         return {"default": default if isinstance(default, str) else dict(default), **layers}
 
     def summary(self) -> pandas.DataFrame:

@@ -10,17 +10,24 @@ import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
 
 import hf_linear_attn as hla
+from hf_linear_attn.ops.native.backend import unavailable_reason
 from hf_linear_attn.streaming import cache_bytes, read_stream
 from tests.comparing import NEW, assert_close, generate, logits, relative_error
 from tests.inputs import padded_batch, token_ids
-from tests.small import on_the_grid, patched
-from tests.tiny_models import GPT2, LLAMA, Family
+from tests.small import on_the_grid, randomize_learned
+from tests.tiny_models import BERT, GPT2, LLAMA, Family
 
 EITHER = pytest.mark.parametrize("family", [LLAMA, GPT2], ids=str)
 
 
 def build(family: Family, **options: Any) -> Any:
-    return patched("window", family, **{"cache_dtype": "int8", "exact_heads": [1], "store_size": 2, **options})
+    """One layer is a mixture of exact and linear heads, the last one exact in all of them."""
+    chosen = {"cache_dtype": "int8", "exact_heads": [1], "store_size": 2, "window_size": 4, "sink_tokens": 2, **options}
+    plan = {
+        "default": {"attention": "window", "mix_init": 0.0, **chosen},
+        "-1": {"attention": "softmax", "cache_dtype": "int8"},
+    }
+    return randomize_learned(hla.patch_model(family.build(), plan))
 
 
 @torch.no_grad()
@@ -64,7 +71,7 @@ def test_generation_in_pieces_with_an_assistant_and_with_padding(family: Family)
 
 @EITHER
 def test_decoding_is_the_prompt_up_to_the_rounding(family: Family) -> None:
-    model, exact, ids = build(family, store_size=0), patched("window", family, exact_heads=[1]), token_ids(2, 60)
+    model, exact, ids = build(family, store_size=0), build(family, store_size=0, cache_dtype="auto"), token_ids(2, 60)
     exact.load_state_dict(model.state_dict())
     assert torch.equal(logits(model, ids), logits(exact, ids))
     cache, steps = fill(model, ids[:, :20]), []
@@ -72,6 +79,27 @@ def test_decoding_is_the_prompt_up_to_the_rounding(family: Family) -> None:
         steps.append(logits(model, ids[:, index : index + 1], past_key_values=cache))
     error = relative_error(torch.cat(steps, dim=1), logits(exact, ids)[:, 20:])
     assert 1e-4 < error < 5e-2
+    whole = cache.layers[1]
+    assert whole.state.keys() == {"exact_key", "exact_value"}
+    assert whole.state["exact_key"].dtype is torch.int8
+    if unavailable_reason() is None:
+        assert [type(step).__name__ for step in whole.state.prepared.kernels] == ["ExactStep"]
+
+
+def test_exact_attention_alone_with_its_cache_in_int8(tmp_path: Any) -> None:
+    model, ids = LLAMA.build(), token_ids(2, 40)
+    expected = logits(model, ids)
+    hla.patch_model(model, "softmax", cache_dtype="int8")
+    assert "(growing)" in str(hla.patch_report(model))
+    assert_close(logits(model, ids), expected)
+    cache = fill(model, ids[:, :20])
+    steps = [logits(model, ids[:, index : index + 1], past_key_values=cache) for index in range(20, 40)]
+    assert 1e-4 < relative_error(torch.cat(steps, dim=1), expected[:, 20:]) < 5e-2
+    model.save_pretrained(tmp_path)
+    loaded = hla.load_pretrained(tmp_path)
+    assert torch.equal(generate(loaded, ids), generate(model, ids))
+    with pytest.raises(ValueError, match="Every layer is 'softmax'"):
+        hla.patch_model(BERT.build(), "softmax", cache_dtype="int8")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

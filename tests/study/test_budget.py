@@ -21,13 +21,17 @@ def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[
     choice = choose(Budget.parse(f"{percent}% cache at {length}"), model, 0, lambda share, window: None, options)
     count = round(choice.share * LAYERS * HEADS)
     assert 0 < count < LAYERS * HEADS
-    # The first heads are exact: where that is all of a layer, it has an ordinary cache.
+    # The first heads are exact: where that is all of a layer, it has an ordinary cache, or one in int8.
+    whole = {"attention": "softmax", **options} if "cache_dtype" in options else "softmax"
     plan: dict[str, Any] = {"default": {"attention": "window", "window_size": choice.window, **options}}
     for layer in range(LAYERS):
         exact = list(range(min(max(count - layer * HEADS, 0), HEADS)))
         if exact:
-            plan[str(layer)] = "softmax" if len(exact) == HEADS else {"exact_heads": exact}
+            plan[str(layer)] = whole if len(exact) == HEADS else {"exact_heads": exact}
     cache = 2 * length * WIDTH * 4
     mechanisms = [module.linear_attention for module in attention_modules(hla.patch_model(model, plan))]
     state = sum(mechanism.state_bytes(length) for mechanism in mechanisms) + (LAYERS - len(mechanisms)) * cache
     assert state <= percent / 100 * LAYERS * cache
+    if options.get("cache_dtype") and percent == 12:
+        float32 = choose(Budget.parse(f"{percent}% cache at {length}"), model, 0, lambda share, window: None)
+        assert choice.share > 2 * float32.share

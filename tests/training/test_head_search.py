@@ -50,6 +50,9 @@ def test_scores_are_the_weights_of_eager_attention(architecture: str) -> None:
     mixed = hla.patch_report(hla.patch_model(model, result.plan("elu"))).layers
     exact = {row.index: tuple(range(groups)) if row.attention == "softmax" else row.exact_heads for row in mixed}
     assert {index: heads for index, heads in exact.items() if heads} == result.heads
+    stored = {"cache_dtype": "int8"}
+    plan = result.with_share(0.9).plan({"attention": "window", **stored})
+    assert {"attention": "softmax", **stored} in plan.values()
 
 
 def test_retrieval_heads_are_those_of_an_exact_decoder() -> None:
