@@ -178,7 +178,7 @@ def measure_quality(study: Study, one: PreparedModel) -> dict[str, Loader]:
     """Measure every variant of a model; return the converted ones, by their label."""
     converted: dict[str, Loader] = {}
     rows = list(variants_of(one, study))
-    every = [*one.inputs.measurements]
+    every = one.inputs.measurements
     measurements = {False: every, True: every if one.task else [*every, *of_mechanisms(one)]}
     task = f"{one.task}: " if one.task else ""
     for number, (variants, linear) in enumerate(rows, start=1):

@@ -48,7 +48,6 @@ from .prepare import (
     read_inputs,
     recall_measurement,
     row_facts,
-    score_of,
     seed_options,
 )
 from .settings import EvaluateConfig, PlanConfig, Settings
@@ -157,8 +156,7 @@ def _prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
         length = budget.length or 0
         recall = [recall_measurement(exact, [length], config.seed + number) for number in range(len(HALVES))]
         prompts = row_facts([length] * recall[0][0].settings["trials"])
-        facts = {**inputs.facts, **dict.fromkeys(HALVES, prompts)}
-        inputs = replace(inputs, measurements=tuple(recall), facts=facts)
+        inputs = replace(inputs, measurements=recall, facts={**inputs.facts, **dict.fromkeys(HALVES, prompts)})
     usual = (1024,) if config.quick else (1024, 4096)
     lengths, note = possible_lengths(model, usual if config.speed.lengths is None else config.speed.lengths)
     if budget.cost == "cache" and kind != "decoder":
@@ -342,9 +340,7 @@ class LayerSearch:
     @cached_property
     def score(self) -> Score:
         """The score of the measurements."""
-        score = score_of(self.measurements["choice"][0])
-        assert score is not None
-        return score
+        return self.planned.scores[0]
 
     @cached_property
     def unit(self) -> DamageUnit:

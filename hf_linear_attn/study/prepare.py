@@ -9,7 +9,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def check_mechanism(name: str) -> None:
 
 def seed_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
     """Return the mechanism's seed option, or nothing where it has none."""
-    return {"seed": seed} if any(field.name == "seed" for field in fields(entry.options)) else {}
+    return {"seed": seed} if any(item.name == "seed" for item in fields(entry.options)) else {}
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
@@ -364,7 +364,7 @@ class Inputs:
     tokens: list[int]  # that inputs for timing are made from
     hash: str  # identifies the data
     facts: dict[str, Any]  # what reports say about the data: source, sizes, measured lengths of the inputs
-    measurements: tuple[Measurement, ...]  # one for each part of the held-out data
+    measurements: list[Measurement] = field(default_factory=list)  # of each part of the held-out data, and others
 
 
 def score_of(conditions: Conditions) -> Score | None:
@@ -404,7 +404,6 @@ def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequen
     inputs = _split(train, test, batches, settings, text.source, text.sha256)
     inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)
     split = [text.validation] if len(parts) == 1 else split_halves(text.validation)
-    measurements = []
     for name, documents in zip(parts, split, strict=True):
         windows = {"context": settings.context, "stride": settings.stride} if causal else {}
         if causal:
@@ -419,8 +418,8 @@ def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequen
         inputs.facts.setdefault(name, facts)
         conditions = {"data": inputs.hash, "part": name, **facts, **windows}
         measurement = "perplexity" if causal else "sentence_embeddings"
-        measurements.append((exact.conditions(measurement, settings=conditions), metric))
-    return replace(inputs, measurements=tuple(measurements))
+        inputs.measurements.append((exact.conditions(measurement, settings=conditions), metric))
+    return inputs
 
 
 def task_inputs(exact: ExactModel, data: DataConfig, settings: Settings, parts: Sequence[str] = HELD_OUT) -> Inputs:
@@ -448,7 +447,6 @@ def task_inputs(exact: ExactModel, data: DataConfig, settings: Settings, parts: 
     source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
     inputs = _split(train, rows, batches, settings, f"the validation data of {source}", digest)
-    measurements = []
     for number, name in enumerate(parts):
         sets = labeled if len(parts) == 1 else {"": rows[number :: len(parts)]}
         inputs.facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
@@ -459,8 +457,8 @@ def task_inputs(exact: ExactModel, data: DataConfig, settings: Settings, parts: 
             task=data.task or Path(str(data.dataset)).name,
             settings={"data": digest, "part": name, **inputs.facts[name], "metrics": list(task.metric_names)},
         )
-        measurements.append((conditions, metric))
-    return replace(inputs, measurements=tuple(measurements))
+        inputs.measurements.append((conditions, metric))
+    return inputs
 
 
 def _split(
@@ -487,7 +485,6 @@ def _split(
         tokens=[token for row in test[:256] for token in row["input_ids"]],
         hash=digest,
         facts={"source": source, "rows": "one row for each example", **lengths},
-        measurements=(),
     )
 
 
@@ -497,9 +494,9 @@ def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> 
     return exact.conditions("recall", settings=settings), metric
 
 
-def with_sentence_pairs(
+def add_sentence_pairs(
     inputs: Inputs, exact: ExactModel, folder: str, settings: Settings, max_rows: int | None
-) -> Inputs:
+) -> None:
     """Measure first how embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
 
     Raises:
@@ -515,8 +512,8 @@ def with_sentence_pairs(
     metric = sentence_pair_metric(ids, [float(row["label"]) for row in rows], **options)
     digest = hashlib.sha256(repr([(row["sentence1"], row["sentence2"], row["label"]) for row in rows]).encode())
     conditions = exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)})
-    facts = {**inputs.facts, "sentence_pairs": f"STS-B validation, {Path(folder).name}"}
-    return replace(inputs, measurements=((conditions, metric), *inputs.measurements), facts=facts)
+    inputs.facts["sentence_pairs"] = f"STS-B validation, {Path(folder).name}"
+    inputs.measurements.insert(0, (conditions, metric))
 
 
 def split_halves(documents: Sequence[str]) -> list[Sequence[str]]:
@@ -603,10 +600,9 @@ def _prepare(
         _check_like_first(str(source), task, exact.model, groups, first)
     inputs = read_inputs(exact, text, data, settings)
     if config.data.sts is not None:
-        inputs = with_sentence_pairs(inputs, exact, config.data.sts, settings, data.max_eval_samples)
+        add_sentence_pairs(inputs, exact, config.data.sts, settings, data.max_eval_samples)
     if config.recall_lengths:
-        recall = recall_measurement(exact, config.recall_lengths, config.seed)
-        inputs = replace(inputs, measurements=(*inputs.measurements, recall))
+        inputs.measurements.append(recall_measurement(exact, config.recall_lengths, config.seed))
     return PreparedModel(exact, inputs, settings, tuple(groups), task or "" if first else "")
 
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
-from ..integration.discovery import longest_input
 from ..measure.speed import timing_options
 from ..measure.values import Metric, Values, value
 from ..mechanisms.softmax import EXACT
@@ -176,7 +175,7 @@ def timed_variants(exact: ExactModel, settings: Settings, groups: Sequence[Check
 
     A mechanism that is built for a largest length is built for the longest one that is timed.
     """
-    model, limit, length = exact.model, longest_input(exact.model), max(settings.lengths)
+    model, limit, length = exact.model, exact.positions, max(settings.lengths)
     first, last = references(model)
     variants = [replace(first, options={"implementation": exact.implementation})]
     for name in settings.attentions:

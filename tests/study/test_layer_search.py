@@ -14,7 +14,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.measure import quality as quality_metrics
-from hf_linear_attn.measure.quality import measure_perplexity, perplexity_metric
+from hf_linear_attn.measure.quality import PERPLEXITY, measure_perplexity, perplexity_metric
 from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget
 from hf_linear_attn.study.plan import LayerSearch
 from hf_linear_attn.study.plan_result import PlanResult, format_divergence
@@ -167,7 +167,8 @@ def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, bu
     conditions = Conditions("gpt2", fingerprint, measurement="perplexity")
     one: Any = SimpleNamespace(
         exact=SimpleNamespace(model=exact),
-        inputs=SimpleNamespace(measurements=((conditions, choice), (conditions, verification)), tokens=[0]),
+        inputs=SimpleNamespace(measurements=[(conditions, choice), (conditions, verification)], tokens=[0]),
+        scores=[PERPLEXITY],
         settings=SimpleNamespace(seconds=more.pop("seconds", 2.0)),
         linear=Variant("elu", "elu", lambda: linear),
         timed=linear,
