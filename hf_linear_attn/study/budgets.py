@@ -94,7 +94,7 @@ class Budget:
     text: str
     limit: float
     unit: DamageUnit | None = None
-    length: int | None = None  # tokens, of recall too
+    length: int = 0  # tokens, of recall too (0: the budget has none)
     cost: str = ""  # "speedup" or "cache" where there is no unit
 
     @classmethod
@@ -104,7 +104,7 @@ class Budget:
         Recall and cache are percentages of the exact model's.
 
         Raises:
-            ValueError: The text is no budget, or a speedup of 1 or less, or at fewer than 16 tokens.
+            ValueError: The text is no budget, or a speedup of 1 or less, or a cost at fewer than 16 tokens.
         """
         text = text.strip()
         units = {unit.pattern: unit for unit in DAMAGE_UNITS.values()}
@@ -115,9 +115,10 @@ class Budget:
             parts, unit, cost = match.groupdict(), units.get(pattern), _COSTS.get(pattern, "")
             limit = float(parts["limit"])
             length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
-            if cost == "speedup" and (limit <= 1 or length < 16):
-                raise ValueError(f"The budget {text!r} is not a speedup of more than 1x at 16 tokens or more.")
-            return cls(text, 100 - limit if unit and unit.name == "recall" else limit, unit, length or None, cost)
+            if (cost == "speedup" and limit <= 1) or (cost and length < 16):
+                meant = "a speedup of more than 1x" if cost == "speedup" else "a share of the cache"
+                raise ValueError(f"The budget {text!r} is not {meant} at 16 tokens or more.")
+            return cls(text, 100 - limit if unit and unit.name == "recall" else limit, unit, length, cost)
         examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
         remedy = f"Budgets look like {examples}, '2x at 4096' or '25% cache at 8192'."
         raise ValueError(f"The budget {text!r} cannot be read. {remedy}")
@@ -178,7 +179,7 @@ def choose(
     Raises:
         ValueError: The budget is of another kind, cannot be measured, or no choice meets it.
     """
-    if budget.cost == "cache" and budget.length is not None:
+    if budget.cost == "cache":
         window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
         return _by_cache(model, budget.limit / 100, budget.length, window_options)
     unit = budget.unit

@@ -274,7 +274,7 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
         chosen = config.options
         if budget is not None:
             measure = partial(_measure_choice, run, teacher, search, budget)
-            choice = choose(budget, teacher, max(row_lengths(data.train)), measure, chosen)
+            choice = choose(budget, teacher, data.longest, measure, chosen)
             search, chosen = search.with_share(choice.share), {**chosen, "window_size": choice.window}
             run.say(f"For the budget {config.budget}: {choice.reason}.")
         plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
@@ -292,7 +292,7 @@ def _measure_choice(
     plan = heads.with_share(share).plan({"attention": config.attention, **config.options, "window_size": window})
     student, name = patch_model(shared_copy(teacher), plan), f"{share:.0%} exact heads"
     if budget.unit is None:
-        return float(_timings(run, teacher, student, budget.length or 0)["student"][0]["speedup"])
+        return float(_timings(run, teacher, student, budget.length)["student"][0]["speedup"])
     rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
     calibrate(student, rows, max_length=_calibrated_length(run))
     if budget.unit.name != "recall":
@@ -300,7 +300,7 @@ def _measure_choice(
     return budget.unit.damage(*(_recall(run, *one, budget.length) for one in (("teacher", teacher), (name, student))))
 
 
-def _recall(run: Run, name: str, model: PreTrainedModel, length: int | None) -> dict[str, Any]:
+def _recall(run: Run, name: str, model: PreTrainedModel, length: int) -> dict[str, Any]:
     """Measure once what a model recalls of prompts of so many tokens."""
     stage = f"recall, {name}"
     if stage not in run.state:
@@ -319,8 +319,8 @@ def _verify_recall(run: Run, budget: Budget, teacher: PreTrainedModel, student: 
 
     They are as long as a budget of recall says, and for other budgets no longer than the training rows.
     """
-    length = max(row_lengths(run.data.train))
-    if budget.length is not None:
+    length = run.data.longest
+    if budget.length:
         length = min(budget.length, length) if budget.unit is None else budget.length
     try:
         for name, model in (("teacher", teacher), ("this model", student)):
@@ -382,7 +382,7 @@ def _long_rows(run: Run, student: PreTrainedModel) -> Any:
 def _calibrated_length(run: Run) -> int | None:
     """Return the length of the budget where it is beyond those that a calibration has in mind by itself."""
     budget = _budget(run)
-    return budget.length if budget and budget.length and budget.length > CALIBRATION_LENGTH else None
+    return budget.length if budget is not None and budget.length > CALIBRATION_LENGTH else None
 
 
 def _calibrate(run: Run, student: PreTrainedModel) -> PreTrainedModel:

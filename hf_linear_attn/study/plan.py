@@ -153,16 +153,15 @@ def _prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
     inputs = read_inputs(exact, text, replace(config.data, max_eval_samples=rows), settings, HALVES)
     if recalls:  # chosen for and verified with prompts of two seeds, so many of them for each task and depth
-        length = budget.length or 0
-        recall = [recall_measurement(exact, [length], config.seed + number) for number in range(len(HALVES))]
-        prompts = row_facts([length] * recall[0][0].settings["trials"])
+        recall = [recall_measurement(exact, [budget.length], config.seed + number) for number in range(len(HALVES))]
+        prompts = row_facts([budget.length] * recall[0][0].settings["trials"])
         inputs = replace(inputs, measurements=recall, facts={**inputs.facts, **dict.fromkeys(HALVES, prompts)})
     usual = (1024,) if config.quick else (1024, 4096)
     lengths, note = possible_lengths(model, usual if config.speed.lengths is None else config.speed.lengths)
     if budget.cost == "cache" and kind != "decoder":
         raise ValueError(f"The budget {budget.text!r} is for a causal language model, whose cache grows.")
     if budget.unit is None:
-        possible, own_note = possible_lengths(model, [budget.length or 0])
+        possible, own_note = possible_lengths(model, [budget.length])
         if budget.length not in possible:
             raise ValueError(f"The budget {budget.text!r} is beyond the model's {exact.positions} positions.")
         note = note or own_note
@@ -303,7 +302,7 @@ class LayerSearch:
         chosen, within_budget = self.choose(measured, informative)
         self.study.progress.status("verification", 0, 1)
         verified = self.with_quality(replace(chosen, speedup={}, unsure=[]), "verification")
-        if budget.cost == "speedup" and budget.length:
+        if budget.cost == "speedup":
             verified = self.with_cost(
                 verified, "speedup", budget.length, "verification", 3 * self.planned.settings.seconds
             )
@@ -361,7 +360,7 @@ class LayerSearch:
     def costs(self) -> list[tuple[str, int]]:
         """Return what is measured besides quality: the speedup or the cache at a length, that of the budget too."""
         costs = {("speedup", length) for length in self.planned.lengths}
-        if self.budget.unit is None and self.budget.length:
+        if self.budget.unit is None:
             costs.add((self.budget.cost, self.budget.length))
         return sorted(costs, key=lambda one: (one[0] == "cache", one[1]))
 

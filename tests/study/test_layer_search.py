@@ -34,12 +34,12 @@ from ..tiny_models import GPT2, tiny_model
 @pytest.mark.parametrize(
     ("text", "unit", "limit", "length"),
     [
-        ("1% perplexity", "perplexity", 1.0, None),
-        (" .5 % of Perplexity ", "perplexity", 0.5, None),
-        ("0.05 nats", "nats", 0.05, None),
-        ("0.5 points", "points", 0.5, None),
-        ("1pt", "points", 1.0, None),
-        ("0.02 cosine", "cosine", 0.02, None),
+        ("1% perplexity", "perplexity", 1.0, 0),
+        (" .5 % of Perplexity ", "perplexity", 0.5, 0),
+        ("0.05 nats", "nats", 0.05, 0),
+        ("0.5 points", "points", 0.5, 0),
+        ("1pt", "points", 1.0, 0),
+        ("0.02 cosine", "cosine", 0.02, 0),
         ("2x at 4096", None, 2.0, 4096),
         ("90% recall at 2k", "recall", 10.0, 2048),
         ("1.5× at 4,096 tokens", None, 1.5, 4096),
@@ -58,9 +58,12 @@ def test_other_text_is_refused_with_examples(text: str) -> None:
         Budget.parse(text)
 
 
-@pytest.mark.parametrize("text", ["1x at 4096", "2x at 8"])
-def test_speedups_out_of_range_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"'{text}' is not a speedup of more than 1x at 16 tokens or more"):
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("1x at 4096", "a speedup of more than 1x"), ("2x at 8", "a speedup"), ("25% cache at 0", "a share of the cache")],
+)
+def test_costs_out_of_range_are_refused(text: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is not {meant}.* at 16 tokens or more"):
         Budget.parse(text)
 
 
