@@ -38,7 +38,7 @@ from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_c
 from ..utils.options import make_config, to_dict
 from .budgets import Budget, choose
 from .card import exactness, model_card, recall_table, results_table, speed_table
-from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
+from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics
 
 #: In the names of parameters that mechanisms have learned.
 LEARNED = f".{SUBMODULE}."
@@ -103,10 +103,10 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     return _execute(config, console, _convert)
 
 
-def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
+def _execute(config: Any, console: Console | None, train: Callable[[TrainingRun], dict[str, Any]]) -> dict[str, Any]:
     """Open a run, and train unless it has ended before; show its results and push its model."""
     models.read_attention(config)
-    run = Run(config, train.__name__.strip("_"), console)
+    run = TrainingRun(config, train.__name__.strip("_"), console)
     path = run.folder / RESULTS_FILE
     with run.interruptible():
         if config.resume and path.is_file():
@@ -134,7 +134,7 @@ def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[s
     return results
 
 
-def _finetune(run: Run) -> dict[str, Any]:
+def _finetune(run: TrainingRun) -> dict[str, Any]:
     config = run.config
     torch.manual_seed(config.seed)
     model, _ = models.load_model(config, run.data)
@@ -150,7 +150,7 @@ def _finetune(run: Run) -> dict[str, Any]:
     return facts
 
 
-def _convert(run: Run) -> dict[str, Any]:
+def _convert(run: TrainingRun) -> dict[str, Any]:
     config = run.config
     teacher = _teacher(run)
     if config.task_type == "embedding":
@@ -192,13 +192,13 @@ def _convert(run: Run) -> dict[str, Any]:
     return facts
 
 
-def _save(run: Run, model: PreTrainedModel, facts: dict[str, Any], state: dict[str, Any]) -> None:
+def _save(run: TrainingRun, model: PreTrainedModel, facts: dict[str, Any], state: dict[str, Any]) -> None:
     """Write the model with its card."""
     with run.working("writing the model"):
         run.save(run.folder / "model", model, model_card(run.config, facts, state))
 
 
-def _load_data(run: Run) -> TaskData:
+def _load_data(run: TrainingRun) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
     max_length, reason = models.longest_row(config, tokenizer)
     with run.working(f"reading {config.data.task or config.data.dataset}"):
@@ -217,7 +217,7 @@ def _load_data(run: Run) -> TaskData:
     return data
 
 
-def _tokenizer(run: Run) -> Any:
+def _tokenizer(run: TrainingRun) -> Any:
     """The model's tokenizer, or one that is trained on the training text first and saved in the run's folder."""
     config = run.config
     if config.train_tokenizer is None:
@@ -236,7 +236,7 @@ def _tokenizer(run: Run) -> Any:
     return models.load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
 
 
-def _teacher(run: Run) -> PreTrainedModel:
+def _teacher(run: TrainingRun) -> PreTrainedModel:
     """The exact model that is converted, fine-tuned first if the config says so."""
     config, data, folder = run.config, run.data, run.folder / "teacher"
     if "teacher stage" in run.state:
@@ -257,11 +257,11 @@ def _teacher(run: Run) -> PreTrainedModel:
     return model
 
 
-def _budget(run: Run) -> Budget | None:
+def _budget(run: TrainingRun) -> Budget | None:
     return None if run.config.budget is None else Budget.parse(run.config.budget)
 
 
-def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
+def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
     """The plan with the key-value heads that stay exact, chosen once, on the first training rows; None without any."""
     config, data, budget = run.config, run.data, _budget(run)
     if not config.exact_share and budget is None:
@@ -285,7 +285,7 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
 
 
 def _measure_choice(
-    run: Run, teacher: PreTrainedModel, heads: ExactHeads, budget: Budget, share: float, window: int
+    run: TrainingRun, teacher: PreTrainedModel, heads: ExactHeads, budget: Budget, share: float, window: int
 ) -> float | None:
     """Return the speedup of a share of exact heads with windows for the others, or what it loses untrained."""
     config, data = run.config, run.data
@@ -300,7 +300,7 @@ def _measure_choice(
     return budget.unit.damage(*(_recall(run, *one, budget.length) for one in (("teacher", teacher), (name, student))))
 
 
-def _recall(run: Run, name: str, model: PreTrainedModel, length: int) -> dict[str, Any]:
+def _recall(run: TrainingRun, name: str, model: PreTrainedModel, length: int) -> dict[str, Any]:
     """Measure once what a model recalls of prompts of so many tokens."""
     stage = f"recall, {name}"
     if stage not in run.state:
@@ -314,7 +314,7 @@ def _recall(run: Run, name: str, model: PreTrainedModel, length: int) -> dict[st
     return run.state[stage]
 
 
-def _verify_recall(run: Run, budget: Budget, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+def _verify_recall(run: TrainingRun, budget: Budget, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     """Measure what teacher and student recall, where the model can take such prompts.
 
     They are as long as a budget of recall says, and for other budgets no longer than the training rows.
@@ -347,7 +347,7 @@ def _label_with_embeddings(data: TaskData, teacher: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _estimate(run: Run, teacher: PreTrainedModel) -> None:
+def _estimate(run: TrainingRun, teacher: PreTrainedModel) -> None:
     """Say how long attention transfer and distillation will take, from the time of one forward pass."""
     config, data = run.config, run.data
     rows: Any = data.train
@@ -372,20 +372,20 @@ def _estimate(run: Run, teacher: PreTrainedModel) -> None:
     run.say(f"About {text} of training: {stages}, by the time of one forward pass ({seconds[-1]:.2g} s).")
 
 
-def _long_rows(run: Run, student: PreTrainedModel) -> Any:
+def _long_rows(run: TrainingRun, student: PreTrainedModel) -> Any:
     """The training rows that the mechanism does not attend to exactly: the others say nothing of it."""
     rows: Any = run.data.train
     limit = exact_length(student)
     return rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit]) if limit else rows
 
 
-def _calibrated_length(run: Run) -> int | None:
+def _calibrated_length(run: TrainingRun) -> int | None:
     """Return the length of the budget where it is beyond those that a calibration has in mind by itself."""
     budget = _budget(run)
     return budget.length if budget is not None and budget.length > CALIBRATION_LENGTH else None
 
 
-def _calibrate(run: Run, student: PreTrainedModel) -> PreTrainedModel:
+def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
     """Fit the start of the mechanism to the first training rows."""
     rows = _long_rows(run, student)
     if not len(rows):
@@ -402,7 +402,7 @@ def _calibrate(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, run.learned("calibration", student, fit, LEARNED))
 
 
-def _close_harmful_parts(run: Run, student: PreTrainedModel) -> PreTrainedModel:
+def _close_harmful_parts(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
     """Close the linear parts that the model is better without, on held-out rows and, for a decoder, other text."""
     data, limit = run.data, exact_length(student)
     held_out = [row for rows in data.validation.values() for row in cast(Any, rows)]
@@ -429,12 +429,12 @@ def _close_harmful_parts(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     return student
 
 
-def _linear_parts(run: Run) -> list[dict[str, Any]]:
+def _linear_parts(run: TrainingRun) -> list[dict[str, Any]]:
     """Return what the linear part of each layer was found to be worth, if it was measured."""
     return list(run.state.get("linear parts", {}).get("layers", ()))
 
 
-def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
+def _transfer(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
     """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss."""
     config, data = run.config, run.data
     if not config.transfer.max_steps:
@@ -457,7 +457,7 @@ def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     return student
 
 
-def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> PreTrainedModel:
+def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: str) -> PreTrainedModel:
     """Distillation. Returns the student with the best step's weights and merged adapters."""
     config = run.config
 
@@ -479,7 +479,7 @@ def _parameters(model: nn.Module, part: str = "") -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters() if part in name}
 
 
-def _take_back_if_worse(run: Run, student: nn.Module, before: dict[str, Tensor], result: str) -> bool:
+def _take_back_if_worse(run: TrainingRun, student: nn.Module, before: dict[str, Tensor], result: str) -> bool:
     """Give a student the parameters from before a stage that ended worse than it began; return whether it did."""
     is_worse = _is_worse(run, result)
     if is_worse:
@@ -489,7 +489,7 @@ def _take_back_if_worse(run: Run, student: nn.Module, before: dict[str, Tensor],
     return is_worse
 
 
-def _is_worse(run: Run, result: str) -> bool:
+def _is_worse(run: TrainingRun, result: str) -> bool:
     """Whether the model is worse after the attention transfer or the distillation than before it.
 
     What counts is the metric of the task, which is too coarse to tell of a transfer, or the losses of all other data.
@@ -505,7 +505,7 @@ def _is_worse(run: Run, result: str) -> bool:
     return bool(change < 0 if data.greater_is_better else change > 0)
 
 
-def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:
+def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:
     """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run."""
     lengths, _ = possible_lengths(teacher, run.config.speed.lengths)
     rows: dict[str, list[dict[str, Any]]] = {"teacher": [], "student": []}
@@ -520,20 +520,20 @@ def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict
     return {"baseline": "teacher", "lengths": lengths, "rows": rows, "longest_input": longest_input(teacher)}
 
 
-def _timings(run: Run, teacher: PreTrainedModel, student: PreTrainedModel, length: int) -> dict[str, Values]:
+def _timings(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel, length: int) -> dict[str, Values]:
     tokens = [int(token) for token in cast(Any, run.data.train)[0]["input_ids"]]
     models = {name: model.to(run.process.device).eval() for name, model in (("teacher", teacher), ("student", student))}
     with _mixed_precision(run):
         return measure_passes(models, tokens, length, baseline="teacher", seconds=TIMING_SECONDS)
 
 
-def _mixed_precision(run: Run) -> torch.autocast:
+def _mixed_precision(run: TrainingRun) -> torch.autocast:
     """Return the context in which the run trains."""
     precision = torch.bfloat16 if run.config.bf16 else torch.float16
     return torch.autocast(run.process.device.type, precision, enabled=run.config.bf16 or run.config.fp16)
 
 
-def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
+def _facts(run: TrainingRun, model: PreTrainedModel) -> dict[str, Any]:
     data, report = run.data, patch_report(model) if is_patched(model) else None
     limit, lengths = exact_length(model), row_lengths(data.train)
     counts = {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}

@@ -131,7 +131,7 @@ def format_metrics(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
-class Run:
+class TrainingRun:
     """One run in its folder: a study in `study/`, and `log.jsonl`, `model/` and `results.json` beside it.
 
     `checkpoints/` is what a stage can resume from until it is finished. It reports its progress on the console, by
@@ -271,7 +271,7 @@ class Run:
         self.process.wait_for_everyone()
 
     def learned(self, stage: str, model: nn.Module, train: Callable[[], tuple[Any, dict[str, Any]]], part: str) -> Any:
-        """Return a model with what a stage has learned: from the study, or else by `train`, which `Run.train` is.
+        """Return a model with what a stage has learned: from the study, or else by `train`.
 
         Args:
             stage: The label of the stage.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hf_linear_attn.cli import main
-from hf_linear_attn.study.stages import Run
+from hf_linear_attn.study.stages import TrainingRun
 
 
 def keep_checkpoints() -> None:
     """Let finished runs keep their checkpoints."""
-    Run.remove_checkpoints = lambda self: None  # type: ignore[method-assign]
+    TrainingRun.remove_checkpoints = lambda self: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
