@@ -337,10 +337,10 @@ class _BlockedCall:
     def _key_blocks(self, start: int, stop: int, featured: int | None = None) -> _Blocks:
         """Return blocks `start … stop - 1`, with features and sums for the first `featured` of them."""
         count = stop - start
-        free = is_free(count)  # then these are all blocks, not in the order of tokens
-        featured = count if featured is None or free else featured
-        tokens = slice(None) if free else slice(start * self.size, stop * self.size)
-        some = slice(None) if free else slice(0, featured * self.size)
+        featured = count if featured is None else featured
+        # Of a free length these are all blocks, not in the order of tokens.
+        tokens = slice(None) if self.free else slice(start * self.size, stop * self.size)
+        some = slice(None) if self.free else slice(0, featured * self.size)
         valid, dtype = self.valid[:, tokens], compute_dtype(self.call.key)
         select = valid if self.masked else None
         key = mask_tokens(self.key[:, :, tokens].to(dtype), select)
