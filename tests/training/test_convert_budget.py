@@ -84,3 +84,14 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="windows of 64 tokens take"):
         convert(**options, budget="1% cache at 100", speed={"lengths": []})
+
+
+def test_a_speedup_that_is_lost_in_noise_meets_no_budget(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = {"student": [{"speedup": 1.5, "speedup_p20": 0.7, "speedup_p80": 2.0}]}
+    monkeypatch.setattr("hf_linear_attn.study.convert.measure_passes", lambda *args, **options: noisy)
+    data = DataConfig(dataset=str(folder / "text" / "text.txt"))
+    config = ConvertConfig(model=str(folder / "decoder"), data=data, output=str(tmp_path / "out"), budget="1.2x at 100")
+    with pytest.raises(ValueError, match=r"budget .1\.2x at 100.: 1\.00x with 50% exact heads"):
+        convert(config, console=quiet())

@@ -1,0 +1,63 @@
+"""The kernels for GPUs, on a GPU: the small case of the check before first use, for every map and size of heads.
+
+Skipped without a GPU. The first run compiles all of them: `pytest tests/ops/test_gpu.py` takes minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from hf_linear_attn.ops import check, flex
+from hf_linear_attn.ops.calls import KernelizedCall, WindowedCall
+from hf_linear_attn.ops.formulas import FusedMap
+from hf_linear_attn.ops.triton.backend import TritonBackend, _kernels
+from tests.ops.test_native import BOTH, MAPS, build, inputs, make_call
+
+DEVICE = "cuda"
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+LEARNING = pytest.mark.parametrize("learning", [False, True], ids=["forward", "gradients"])
+SIZES = pytest.mark.parametrize("size", [32, 64, 128])
+
+
+def on_device(fused: FusedMap) -> FusedMap:
+    tensors = {name: x.to(DEVICE) for name, x in fused._asdict().items() if isinstance(x, torch.Tensor)}
+    return fused._replace(**tensors)
+
+
+def call_for(name: str, size: int, dtype: torch.dtype, causal: bool, learning: bool) -> KernelizedCall:
+    call = make_call(build(name, 2, 1, size, size), *inputs((1, 2, 1, 40), size, size, dtype), causal)
+    tensors = {part: getattr(call, part).to(DEVICE).requires_grad_(learning) for part in ("query", "key", "value")}
+    assert call.fused is not None
+    return call.replace(**tensors, fused=tuple(map(on_device, call.fused)))
+
+
+@LEARNING
+@BOTH
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("name", MAPS)
+def test_kernelized_attention(name, size, dtype, causal, learning, monkeypatch):
+    call = call_for(name, size, dtype, causal, learning)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_linear_attn.ops.triton.backend.checked_reason", lambda *_: None)
+        if (reason := TritonBackend().unsupported_reason(call)) is not None:
+            pytest.skip(reason)
+    assert check.compare(_kernels(), check.case_of(call), call.fused) is None
+
+
+@LEARNING
+@BOTH
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("name", ["hedgehog", "vq"])
+def test_windows(name, size, dtype, causal, learning):
+    call = call_for(name, size, dtype, causal, learning)
+    values: dict[str, Any] = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+    window = WindowedCall(**values, window=64, sinks=4, scaling=size**-0.5, log_mix=torch.zeros(2, device=DEVICE))
+    assert check.compare(check.Kernels("flex", flex.run), check.case_of(window), window.fused) is None
