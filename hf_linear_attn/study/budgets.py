@@ -73,7 +73,7 @@ _UNITS = (
     ),
 )
 
-#: For each measurement, the first unit is shown where the budget is a speedup or of cache.
+#: For each measurement, the first unit is shown where the budget is one of speed or of cache.
 DAMAGE_UNITS = {unit.name: unit for unit in _UNITS}
 
 #: The kind of model that has a measurement, and what its divergence is.
@@ -83,6 +83,9 @@ MODEL_KINDS = {
     "sentence_embeddings": ("an encoder without a task", "1 - cosine"),
     "recall": ("a decoder or an encoder without a task", "answers lost"),
 }
+
+#: The measurement that shows what a kind of model loses, where the budget is not one of recall.
+MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}
 
 _NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)\s*"
 
@@ -131,16 +134,20 @@ class Budget:
             return value >= self.limit
         return (100 * value if self.cost == "cache" else value) <= self.limit
 
-    def unit_of(self, measurement: str) -> DamageUnit:
-        """Return the unit in which damage is shown.
+    def unit_for(self, kind: str) -> DamageUnit:
+        """Return the unit in which the damage to a `decoder`, an `encoder` or a `classifier` is shown.
 
         Raises:
-            ValueError: The budget is of another measurement.
+            ValueError: The budget is for another kind of model.
         """
-        units = [unit for unit in DAMAGE_UNITS.values() if unit.measurement == measurement]
-        if self.unit is None or self.unit in units:
-            return self.unit or units[0]
-        expected, actual = (MODEL_KINDS[name][0] for name in (self.unit.measurement, measurement))
+        if self.cost == "cache" and kind != "decoder":
+            raise ValueError(f"The budget {self.text!r} is for a causal language model, whose cache grows.")
+        units = [unit for unit in DAMAGE_UNITS.values() if unit.measurement == MEASUREMENTS[kind]]
+        if self.unit is None:
+            return units[0]
+        if self.unit in units or (self.unit.name == "recall" and kind != "classifier"):
+            return self.unit
+        expected, actual = (MODEL_KINDS[name][0] for name in (self.unit.measurement, MEASUREMENTS[kind]))
         remedy = f"Give a budget such as {units[0].example!r} or '2x at 4096'."
         raise ValueError(f"The budget {self.text!r} is for {expected}; this is {actual}. {remedy}")
 
@@ -177,16 +184,12 @@ def choose(
         options: Options of the windows, beside their width.
 
     Raises:
-        ValueError: The budget is of another kind, cannot be measured, or no choice meets it.
+        ValueError: The budget cannot be measured, or no choice meets it.
     """
     if budget.cost == "cache":
         window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
         return _by_cache(model, budget.limit / 100, budget.length, window_options)
-    unit = budget.unit
-    if unit is not None and unit.measurement not in ("perplexity", "recall"):
-        remedy = "Give a budget such as '25% cache at 8192', '2x at 4096', '2% perplexity' or '90% recall at 2048'."
-        raise ValueError(f"The budget {budget.text!r} is not for a language model. {remedy}")
-    window = max([width for width in WINDOWS if 4 * width <= longest], default=WINDOWS[0])
+    unit, window = budget.unit, max([width for width in WINDOWS if 4 * width <= longest], default=WINDOWS[0])
     tried = []
     for share in SHARES if unit is not None else reversed(SHARES):
         value = measure(share, window)

@@ -100,7 +100,7 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     """
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
-        Budget.parse(config.budget)  # an error before any work
+        Budget.parse(config.budget).unit_for("decoder")  # an error before any work
     return _execute(config, console, _convert)
 
 

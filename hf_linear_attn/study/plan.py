@@ -59,9 +59,6 @@ FORMAT_VERSION = 6
 #: Shares of the key-value heads that stay exact in a search over heads.
 HEAD_SHARES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
 
-#: The measurement that chooses the layers of each kind of model.
-MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}
-
 #: What the held-out data are for, half of them each.
 HALVES = ("choice", "verification")
 
@@ -144,22 +141,19 @@ def _prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     name, kind, _ = describe_source(config.model, config.data.task, config.data.dataset)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    recalls = budget.unit is not None and budget.unit.name == "recall" and kind != "classifier"
-    budget.unit_of("recall" if recalls else MEASUREMENTS[kind])
+    unit = budget.unit_for(kind)
     text = None if kind == "classifier" else read_documents(config.data)
     data = config.data.task or config.data.dataset or "the data"
     exact = ExactModel.load(config.model, kind, name, None, config.device, data)
     model, settings = exact.model, plan_settings(config, exact)
     rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
     inputs = read_inputs(exact, text, replace(config.data, max_eval_samples=rows), settings, HALVES)
-    if recalls:  # chosen for and verified with prompts of two seeds, so many of them for each task and depth
+    if unit.name == "recall":  # chosen for and verified with prompts of two seeds
         recall = [recall_measurement(exact, [budget.length], config.seed + number) for number in range(len(HALVES))]
         prompts = row_facts([budget.length] * recall[0][0].settings["trials"])
         inputs = replace(inputs, measurements=recall, facts={**inputs.facts, **dict.fromkeys(HALVES, prompts)})
     usual = (1024,) if config.quick else (1024, 4096)
     lengths, note = possible_lengths(model, usual if config.speed.lengths is None else config.speed.lengths)
-    if budget.cost == "cache" and kind != "decoder":
-        raise ValueError(f"The budget {budget.text!r} is for a causal language model, whose cache grows.")
     if budget.unit is None:
         possible, own_note = possible_lengths(model, [budget.length])
         if budget.length not in possible:
@@ -343,8 +337,8 @@ class LayerSearch:
 
     @cached_property
     def unit(self) -> DamageUnit:
-        """The unit of damages. Raises a ValueError if the budget does not fit the measurements."""
-        return self.budget.unit_of(self.measurements["choice"][0].measurement)
+        """The unit of damages."""
+        return self.budget.unit_for(self.planned.exact.kind)
 
     @cached_property
     def references(self) -> dict[str, dict[str, Any]]:

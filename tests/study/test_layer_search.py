@@ -68,13 +68,20 @@ def test_costs_out_of_range_are_refused(text: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "measurement"),
-    [("1% perplexity", "sentence_embeddings"), ("0.5 points", "perplexity"), ("0.1 cosine", "task")],
+    ("text", "kind", "measurement"),
+    [
+        ("1% perplexity", "encoder", "sentence_embeddings"),
+        ("0.5 points", "decoder", "perplexity"),
+        ("0.1 cosine", "classifier", "task"),
+        ("90% recall at 64", "classifier", "task"),
+    ],
 )
-def test_a_budget_fits_the_kind_of_model(text: str, measurement: str) -> None:
+def test_a_budget_fits_the_kind_of_model(text: str, kind: str, measurement: str) -> None:
     with pytest.raises(ValueError, match=f"'{text}' is for .*; this is .* Give a budget such as"):
-        Budget.parse(text).unit_of(measurement)
-    assert Budget.parse("2x at 64").unit_of(measurement).measurement == measurement
+        Budget.parse(text).unit_for(kind)
+    assert Budget.parse("2x at 64").unit_for(kind).measurement == measurement
+    if kind != "classifier":
+        assert Budget.parse("90% recall at 64").unit_for(kind).name == "recall"
 
 
 def test_damage() -> None:
@@ -169,7 +176,7 @@ def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, bu
     fingerprint, folder, heads = more.pop("fingerprint", ""), more.pop("folder", None), more.pop("heads", ())
     conditions = Conditions("gpt2", fingerprint, measurement="perplexity")
     one: Any = SimpleNamespace(
-        exact=SimpleNamespace(model=exact),
+        exact=SimpleNamespace(model=exact, kind="decoder"),
         inputs=SimpleNamespace(measurements=[(conditions, choice), (conditions, verification)], tokens=[0]),
         scores=[PERPLEXITY],
         settings=SimpleNamespace(seconds=more.pop("seconds", 2.0)),
