@@ -39,13 +39,13 @@ class DemoConfig(EvaluateConfig):
 
     def with_defaults(self) -> DemoConfig:
         """Return the config with what the demo measures where nothing else is asked for."""
-        data, own = self.data, self.speed.lengths
+        data, lengths = self.data, self.speed.lengths
         if data.task is None and data.dataset is None:
             data = replace(data, dataset=PYTHON_DOCUMENTATION)
         if self.full:
-            return replace(self, data=data, length=self.length or max(own or (), default=None), quick=False)
+            return replace(self, data=data, length=self.length or max(lengths or (), default=None), quick=False)
         attention = self.attention or (None if self.converted else ATTENTIONS)
-        speed = replace(self.speed, lengths=own or (DECODER_LENGTHS if self.model == SMOLLM2 else LENGTHS))
+        speed = replace(self.speed, lengths=lengths or (DECODER_LENGTHS if self.model == SMOLLM2 else LENGTHS))
         length = self.length or max(speed.lengths or ())
         steps = STEPS if self.steps is None else self.steps
         return replace(self, data=data, length=length, attention=attention, steps=steps, speed=speed)
@@ -61,9 +61,9 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
     config = config or DemoConfig()
     source, name = resolve_model(config.model)
     options = replace(config.with_defaults(), model=source, name=config.name or name)
-    own_model = config.model in (None, SMOLLM2) and config.data.task is None
+    has_examples = config.model in (None, SMOLLM2) and config.data.task is None
     try:
-        return run_evaluate(options, console=console, examples=_examples if own_model else None)
+        return run_evaluate(options, console=console, examples=_examples if has_examples else None)
     except OSError as error:
         if source == DEFAULT_MODEL:
             raise OSError(

@@ -80,8 +80,8 @@ def patch_model(
     positions = PositionChange()
     if max_length is not None:
         config, positions = _plan_length(model, config, max_length)
-    for whole in install(model, config, positions):
-        name_patched(whole)
+    for root in install(model, config, positions):
+        name_patched(root)
     if positions.added and "sentence_transformers" in sys.modules:
         logger.warning(
             f"The positions of this {type(model).__name__} go up to {max_length} tokens now. A SentenceTransformer "

@@ -126,10 +126,10 @@ def cache_bytes(cache: Cache) -> int:
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     total = 0
     for layer in cache.layers:
-        own = getattr(layer, "nbytes", None)
+        nbytes = getattr(layer, "nbytes", None)
         # Transformers' quantized layers have tuples, and tensors that wrap others.
         stored = [getattr(layer, name, None) for name in ("keys", "values", "_quantized_keys", "_quantized_values")]
-        total += own() if own is not None else sum(_tensor_bytes(x) for x in tree_leaves(stored))
+        total += nbytes() if nbytes is not None else sum(_tensor_bytes(x) for x in tree_leaves(stored))
     return total
 
 

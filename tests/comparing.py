@@ -78,8 +78,8 @@ def assert_same_function(
     assert_close(out, expected, torch.float64, factor)
     least = torch.full((1,), floor, dtype=torch.float64)
     pairs = (torch.autograd.grad(weighted_sum(x), leaves) for x in (out, expected))
-    for own, true in zip(*pairs, strict=True):
-        assert_close(*(torch.cat([x.flatten(), least]) for x in (own, true)), torch.float64, gradient_factor)
+    for computed, reference in zip(*pairs, strict=True):
+        assert_close(*(torch.cat([x.flatten(), least]) for x in (computed, reference)), torch.float64, gradient_factor)
 
 
 def in_pieces(

@@ -32,13 +32,13 @@ def mark_all_but_a_sample(items: list[pytest.Item], folder: Path, every: int) ->
     """Mark as slow all but one in n cases of every test in a folder.
 
     Args:
-        items: All collected tests. Those that are slow by themselves are not chosen from.
+        items: All collected tests. Those that are slow or long by themselves are not chosen from.
         folder: The tests to choose from.
         every: n; at least one case of each test stays.
     """
     cases: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
-        if folder in item.path.parents and item.get_closest_marker("slow") is None:
+        if folder in item.path.parents and not any(map(item.get_closest_marker, ("slow", "long"))):
             cases[item.nodeid.partition("[")[0]][item.nodeid] = item
     for group in cases.values():
         for name in group.keys() - sample(group, every):

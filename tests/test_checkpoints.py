@@ -199,12 +199,12 @@ def test_the_trainer_resumes_and_loads_its_best_model(tmp_path):
         arguments = TrainingArguments(str(tmp_path / out), **{**settings, **changes})
         return Trainer(patched("hedgehog", GPT2), arguments, train_dataset=rows, eval_dataset=rows)
 
-    whole = trainer("whole")
-    whole.train()
+    full = trainer("whole")
+    full.train()
     resumed = trainer("resumed", load_best_model_at_end=True)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert resumed.state.best_model_checkpoint.endswith("checkpoint-4")
-    expected = logits(whole.model.eval(), token_ids())
+    expected = logits(full.model.eval(), token_ids())
     assert torch.equal(logits(resumed.model.eval(), token_ids()), expected)
     best = hla.load_pretrained(str(tmp_path / "resumed" / "checkpoint-4"))
     assert torch.equal(logits(best, token_ids()), expected)
@@ -228,8 +228,8 @@ def test_a_new_head_on_a_patched_checkpoint(checkpoint, auto_class):
     classifier = hla.load_pretrained(str(folder), auto_class=auto_class, num_labels=3)
     assert type(classifier).__name__ == "BertForSequenceClassification"
     assert logits(classifier, token_ids()).shape == (2, 3)
-    inner, own = model.bert.state_dict(), classifier.bert.state_dict()
-    assert all(torch.equal(own[key], inner[key]) for key in inner)
+    inner, full = model.bert.state_dict(), classifier.bert.state_dict()
+    assert all(torch.equal(full[key], inner[key]) for key in inner)
 
 
 def test_a_base_checkpoint_into_a_head(tmp_path):

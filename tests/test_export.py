@@ -15,6 +15,7 @@ from hf_linear_attn.integration.cache import state_layer
 from hf_linear_attn.integration.positions import length_limit
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
+from tests.slow_cases import slow_rows
 from tests.small import patched
 from tests.tiny_models import LLAMA, save_checkpoint, tiny_model
 
@@ -58,7 +59,7 @@ def test_onnx_graph_of_an_encoder(checkpoint, name, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["torch", "onnx"])
 @pytest.mark.parametrize(("architecture", "name"), [("gpt2", "elu"), ("llama", "window")])
-def test_a_decoder_goes_on_from_its_state(checkpoint, architecture, name, format, tmp_path, caplog):
+def test_a_decoder_continues_from_its_state(checkpoint, architecture, name, format, tmp_path, caplog):
     # torch 2.13 reports the class of the example inputs by a warning whose arguments are missing.
     caplog.set_level("ERROR", logger="torch._export.serde.serialize")
     folder, out = checkpoint(architecture, name, max_position_embeddings=256), tmp_path / "out"
@@ -102,12 +103,14 @@ def test_a_missing_package_is_named(checkpoint, package, tmp_path, monkeypatch, 
     ("architecture", "options", "limit"),
     [
         ("bert", {"attention": "linformer", "num_slots": 8, "max_length": 40}, 40),
-        ("bert", {"attention": "cosformer", "max_length": 50}, 50),
-        ("bert", {"attention": "hedgehog"}, 96),
         ("bert", {"attention": {"default": "hedgehog", "1": {"attention": "cosformer", "max_length": 70}}}, 70),
-        ("bert", {"attention": "cosformer", "exact_heads": [1], "max_length": 60}, 60),
         ("roberta", {"attention": "hedgehog"}, 94),  # two of its 96 positions are for padding
-        ("roberta", {"attention": "linformer", "num_slots": 8}, 94),
+        *slow_rows(
+            ("bert", {"attention": "cosformer", "max_length": 50}, 50),
+            ("bert", {"attention": "hedgehog"}, 96),
+            ("bert", {"attention": "cosformer", "exact_heads": [1], "max_length": 60}, 60),
+            ("roberta", {"attention": "linformer", "num_slots": 8}, 94),
+        ),
     ],
     ids=str,
 )

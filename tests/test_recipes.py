@@ -77,7 +77,7 @@ def arguments_of(folder: Path, name: str, out: Path) -> list[str]:
     text, encoder = str(folder / "text" / "text.txt"), [str(folder / "encoder")]
     task = ["--data.task", "null", "--data.dataset", str(folder / "task"), "--data.text_columns", "sentence"]
     stages = [*stage("transfer"), *stage("distill")]
-    own = {
+    options = {
         "glue": [*encoder, *task, *stage("teacher"), *stages],
         "long_documents": [*encoder, *task, *stage("teacher"), *stages],
         "masked_lm": [*encoder, "--data.dataset", text, *stage("teacher"), *stages],
@@ -85,8 +85,8 @@ def arguments_of(folder: Path, name: str, out: Path) -> list[str]:
         "pretrain": ["--data.dataset", text, *stage("train")],
     }[name]
     if name == "pretrain":
-        own += ["--train_tokenizer", "300", "--config_overrides.n_embd", "16", "--config_overrides.n_head", "2"]
-    return [*own, *SMALL, "--output", str(out)]
+        options += ["--train_tokenizer", "300", "--config_overrides.n_embd", "16", "--config_overrides.n_head", "2"]
+    return [*options, *SMALL, "--output", str(out)]
 
 
 def run(name: str, arguments: list[str]) -> int:

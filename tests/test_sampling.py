@@ -43,7 +43,7 @@ def a_test(name: str, count: int) -> list[Case]:
 
 
 @given(NAMES, st.integers(1, 20))
-def test_the_share_is_that_asked_for_and_never_nothing(names, every):
+def test_the_share_is_the_requested_one_and_never_zero(names, every):
     chosen = sample(names, every)
     assert chosen <= names
     assert chosen
@@ -63,10 +63,10 @@ def test_a_new_case_moves_the_sample_of_its_test_by_one_case_at_most(names, new,
 
 def test_each_test_has_its_share_and_keeps_it_when_tests_are_added_or_reordered():
     tests: list[Callable[[], list[Case]]] = [lambda n=n: a_test(f"test_{n}", n) for n in (1, 3, 4, 12, 13, 100)]
-    alone = [quick(test()) for test in tests]
-    assert [len(chosen) for chosen in alone] == [1, 3, 1, 3, 4, 25]
+    single = [quick(test()) for test in tests]
+    assert [len(chosen) for chosen in single] == [1, 3, 1, 3, 4, 25]
     together = quick([case for test in reversed(tests) for case in reversed(test())])
-    assert sorted(together) == sorted(name for chosen in alone for name in chosen)
+    assert sorted(together) == sorted(name for chosen in single for name in chosen)
 
 
 def test_the_sample_is_the_same_in_every_process():
@@ -79,7 +79,7 @@ def test_cases_that_are_slow_by_themselves_do_not_stand_for_a_test():
     assert quick(cases) == [cases[7].nodeid]
 
 
-def test_other_folders_are_left_alone():
+def test_other_folders_are_not_sampled():
     cases = [Case(f"test_it[{index}]", Path("tests/ops")) for index in range(9)]
     assert quick(cases) == [case.nodeid for case in cases]
 

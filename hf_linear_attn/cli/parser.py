@@ -170,8 +170,8 @@ def _similar(name: str, known: Sequence[str]) -> str:
     section, _, last = name.rpartition(".")
 
     def matches(option: str) -> bool:
-        own = option.rpartition(".")[2]
-        return own.startswith(last) or "".join(word[:1] for word in own.split("_")) == last
+        field_name = option.rpartition(".")[2]
+        return field_name.startswith(last) or "".join(word[:1] for word in field_name.split("_")) == last
 
     same_name = [option for option in known if matches(option)]
     same_name = [option for option in same_name if option.rpartition(".")[0] == section] or same_name

@@ -287,13 +287,13 @@ class TaskData:
         embeddings, their mean cosine to those of the exact model.
         """
         values = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-        own = {name: value for name, value in values.items() if name.endswith(self.metric_names or ("loss",))}
+        scores = {name: value for name, value in values.items() if name.endswith(self.metric_names or ("loss",))}
         if self.task_type == "embedding":
-            return {name.replace("loss", "cosine"): 1 - loss for name, loss in own.items()} | own
+            return {name.replace("loss", "cosine"): 1 - loss for name, loss in scores.items()} | scores
         if not self.metric_names:
-            own |= {f"{name[:-4]}perplexity": math.exp(min(loss, 700.0)) for name, loss in own.items()}
-            own |= {name: value for name, value in values.items() if name.endswith("loss_stderr")}
-        return own
+            scores |= {f"{name[:-4]}perplexity": math.exp(min(loss, 700.0)) for name, loss in scores.items()}
+            scores |= {name: value for name, value in values.items() if name.endswith("loss_stderr")}
+        return scores
 
 
 def collate_blocks(rows: list[Any]) -> dict[str, Tensor]:

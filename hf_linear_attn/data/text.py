@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -137,7 +138,8 @@ def end_tokens(tokenizer: Any) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def standard_library_documents() -> list[str]:
+@cache
+def standard_library_documents() -> tuple[str, ...]:
     """Return one document per module of the standard library: its docstrings in order of appearance.
 
     The sources are parsed, not imported. The same Python version always gives the same documents.
@@ -151,7 +153,7 @@ def standard_library_documents() -> list[str]:
         texts = [text for text in docstrings(path) if len(text) >= MIN_DOCSTRING and text not in seen]
         seen.update(texts)
         documents.append("\n\n".join(texts))
-    return [document for document in documents if document]
+    return tuple(document for document in documents if document)
 
 
 def docstrings(path: Path) -> Iterator[str]:

@@ -25,5 +25,5 @@ def without_attention(model: PreTrainedModel) -> PreTrainedModel:
 def _own_value(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    own = value[:, :, -query.shape[2] :].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return own.transpose(1, 2).contiguous(), None
+    values = value[:, :, -query.shape[2] :].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return values.transpose(1, 2).contiguous(), None

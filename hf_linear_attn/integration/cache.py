@@ -128,9 +128,9 @@ class LinearStateLayer(CacheLayerMixin):
         """
         if self.state is None:
             return None
-        own = self.state if isinstance(self.state, InPlaceState) and not self.record_past else None
-        if own is not None and own.prepared is not None and own.prepared.takes(query):
-            return own
+        inplace = self.state if isinstance(self.state, InPlaceState) and not self.record_past else None
+        if inplace is not None and inplace.prepared is not None and inplace.prepared.takes(query):
+            return inplace
         rows = next(tensor.shape[0] for tensor in self.state.values())
         if rows != query.shape[0]:
             raise ValueError(

@@ -27,7 +27,7 @@ SUBMODULE = "linear_attention"
 #: Name of the attribute of an attention module that is its `LayerContext`.
 LAYER_CONTEXT = "_linear_attention_context"
 #: Name of the attribute of a mechanism that is set where its parameters are shards with the heads of this process.
-OWN_HEADS = "_linear_attention_own_heads"
+SHARDED_HEADS = "_linear_attention_sharded_heads"
 #: Field that the config of a patched model carries into `config.json`, beside `CONFIG_FIELD`.
 IMPLEMENTATION_FIELD = "attn_implementation"
 
@@ -142,8 +142,8 @@ def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:
     a mechanism and of its feature map read weights as well. Under tensor parallelism the weights are this process's
     own shards. Without either this costs next to nothing.
     """
-    if OWN_HEADS in mechanism.__dict__:
-        return _own_heads(mechanism)
+    if SHARDED_HEADS in mechanism.__dict__:
+        return _sharded_heads(mechanism)
     modules = (mechanism, *mechanism._modules.values())
     hooked = [module for module in modules if module is not None and ACCELERATE_HOOK in module.__dict__]
     if not hooked or torch.compiler.is_compiling():
@@ -157,7 +157,7 @@ def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _own_heads(mechanism: nn.Module) -> Iterator[None]:
+def _sharded_heads(mechanism: nn.Module) -> Iterator[None]:
     shards: list[tuple[nn.Module, dict[str, Any]]] = [(part, dict(part._parameters)) for part in mechanism.modules()]
     for module, parameters in shards:
         module._parameters.update({name: shard.to_local() for name, shard in parameters.items() if shard is not None})

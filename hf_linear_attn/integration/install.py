@@ -45,20 +45,20 @@ Plan = dict[int, tuple[AttentionLayer, LayerConfig]]
 """The layers to patch and their mechanisms, by index among the self-attention layers of the whole model."""
 
 
-def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, whole: PreTrainedModel) -> Plan:
+def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: PreTrainedModel) -> Plan:
     """Choose the layers to patch and check that they can be; nothing is built or changed yet.
 
-    The config names layers of `model`, which may be a part of a `whole`; the plan is that of the whole, in which the
+    The config names layers of `model`, which may be a part of `root`; the plan is that of the root, in which the
     models around the part say more of its direction and masks.
     """
-    numbers = {id(layer.module): (number, layer) for number, layer in enumerate(self_attention(whole))}
+    numbers = {id(layer.module): (number, layer) for number, layer in enumerate(self_attention(root))}
     layers = self_attention(model)
     planned: Plan = {}
     skipped = []
-    for index, (own, layer_config) in enumerate(
+    for index, (part, layer_config) in enumerate(
         zip(layers, config.resolve([layer.name for layer in layers]), strict=True)
     ):
-        number, layer = numbers[id(own.module)]
+        number, layer = numbers[id(part.module)]
         if layer_config is None:
             continue
         if layer_config.attention == EXACT and not (layer.causal and layer_config.stores_int8):
@@ -94,20 +94,20 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, whole: 
                 "(sliding_window=None, or 'full_attention' in layer_types)."
             )
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
-    foreign = foreign_attention(whole, {id(layer.config) for layer, _ in planned.values()})
+    foreign = foreign_attention(root, {id(layer.config) for layer, _ in planned.values()})
     if foreign:
         raise NotImplementedError(
-            f"{type(whole).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
+            f"{type(root).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
             "attention interface, from masks that it shares with the layers to patch. It would need to call "
             "ALL_ATTENTION_FUNCTIONS."
         )
-    _warn_of_flags(whole, [layer for layer, _ in planned.values()])
+    _warn_of_flags(root, [layer for layer, _ in planned.values()])
     return planned
 
 
-def _warn_of_flags(whole: PreTrainedModel, layers: Sequence[AttentionLayer]) -> None:
+def _warn_of_flags(root: PreTrainedModel, layers: Sequence[AttentionLayer]) -> None:
     """Warn where only the flags of a decoder's layers say that they are bidirectional: no checkpoint holds these."""
-    modules = dict(whole.named_modules())
+    modules = dict(root.named_modules())
     for layer in layers:
         around = modules[model_around(layer.name, modules)]
         flagged = declared_direction(layer.module) == (False, True) and not layer.causal
@@ -153,17 +153,17 @@ def _build(
     return mechanism.train(model.training)
 
 
-def install_layers(wholes: Sequence[PreTrainedModel], planned: Plan, mechanisms: dict[int, LinearAttention]) -> None:
+def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: dict[int, LinearAttention]) -> None:
     """Put mechanisms, contexts and hooks into models that own their configs; the plan is that of the first of them.
 
     There are only assignments here: nothing can fail half-way.
     """
     config_ids = {id(layer.config) for layer, _ in planned.values()}
     configs = []
-    for whole in wholes:
+    for root in roots:
         # Every module that reads one of these configs goes through our function from now on, exact ones too.
-        layers = [layer for layer in find_attention(whole) if id(layer.config) in config_ids]
-        add_model_hooks(whole, [layer for layer in layers if not layer.cross])
+        layers = [layer for layer in find_attention(root) if id(layer.config) in config_ids]
+        add_model_hooks(root, [layer for layer in layers if not layer.cross])
         for layer in layers:
             if layer_context(layer.module) is not None:  # Another part of the model is patched.
                 continue
@@ -183,14 +183,14 @@ def install_layers(wholes: Sequence[PreTrainedModel], planned: Plan, mechanisms:
         getattr(layer.module, LAYER_CONTEXT).layer_config = replace(layer_config, options=options)
 
 
-def remove_layers(model: PreTrainedModel, wholes: Sequence[PreTrainedModel]) -> None:
-    """Take out of a model, a part of these wholes or one of them, what `install_layers` has put in."""
+def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> None:
+    """Take out of a model, a part of these roots or one of them, what `install_layers` has put in."""
     for module in list(attention_modules(model)):
         delattr(module, SUBMODULE)
-    patched: list[Any] = [module for whole in wholes for module in attention_modules(whole)]
+    patched: list[Any] = [module for root in roots for module in attention_modules(root)]
     still_patched = {id(module.config) for module in patched}
-    for whole in wholes:
-        for module in whole.modules():
+    for root in roots:
+        for module in root.modules():
             context = layer_context(module)
             if context is None:
                 continue
@@ -201,7 +201,7 @@ def remove_layers(model: PreTrainedModel, wholes: Sequence[PreTrainedModel]) -> 
                 module.config._attn_implementation_internal = context.exact_implementation  # type: ignore[union-attr]
                 remove_hooks(module, before_attention)
                 delattr(module, LAYER_CONTEXT)
-        for module in whole.modules():
+        for module in root.modules():
             if hasattr(module, MODEL_CONTEXT) and not any(map(layer_context, module.modules())):
                 remove_hooks(module)
 
@@ -217,8 +217,8 @@ def is_untrained(model: PreTrainedModel) -> bool:
     """Return whether the mechanisms of all patched layers have the values that they were built with."""
     layers = [layer for layer in find_attention(model) if not layer.cross]
     for index, config in installed_layers(model).items():
-        own = getattr(layers[index].module, SUBMODULE)
-        built = _build(model, layers[index], config, own.shape).state_dict()
-        if not all(torch.equal(tensor.cpu(), built[name].cpu()) for name, tensor in own.state_dict().items()):
+        mechanism = getattr(layers[index].module, SUBMODULE)
+        built = _build(model, layers[index], config, mechanism.shape).state_dict()
+        if not all(torch.equal(tensor.cpu(), built[name].cpu()) for name, tensor in mechanism.state_dict().items()):
             return False
     return True

@@ -42,7 +42,7 @@ from .models import (
     base_class,
     models_around,
     outermost_models,
-    own_configs,
+    unshare_configs,
     weight_write_errors,
 )
 from .positions import PositionChange
@@ -105,7 +105,7 @@ class LinearAttentionModelMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = base_class(type(self))
         if saved is not None:
-            install(self, LinearAttentionConfig.parse(saved), wholes=[self])  # type: ignore[arg-type,list-item]
+            install(self, LinearAttentionConfig.parse(saved), roots=[self])  # type: ignore[arg-type,list-item]
 
     @classmethod
     def from_pretrained(
@@ -214,8 +214,8 @@ class LinearAttentionModelMixin:
 
     def get_expanded_tied_weights_keys(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         """Return Transformers' tied weights, with the parameters that layers of linear attention share."""
-        own = super().get_expanded_tied_weights_keys(*args, **kwargs)  # type: ignore[misc]
-        return {**own, **shared_parameters(self)}  # type: ignore[arg-type]
+        tied = super().get_expanded_tied_weights_keys(*args, **kwargs)  # type: ignore[misc]
+        return {**tied, **shared_parameters(self)}  # type: ignore[arg-type]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -259,41 +259,41 @@ def install(
     model: PreTrainedModel,
     config: LinearAttentionConfig,
     positions: PositionChange | None = None,
-    wholes: Sequence[PreTrainedModel] = (),
+    roots: Sequence[PreTrainedModel] = (),
 ) -> Sequence[PreTrainedModel]:
-    """Make a model a patched one, with the `wholes` that it is a part of, which are returned (by default: found).
+    """Patch a model, and return the `roots` that it is a part of (by default its `outermost_models`), patched too.
 
     Each model in which a layer is patched then is a patched model: it saves, reports and generates as one. An error
     leaves all as it was.
     """
-    wholes = wholes or outermost_models(model)
+    roots = roots or outermost_models(model)
     longest, positions = longest_input(model), positions or PositionChange()
-    planned = choose_layers(model, config, wholes[0])
+    planned = choose_layers(model, config, roots[0])
     mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
-    tensor_plan = tensor_parallel_plan(wholes[0], planned, mechanisms)
+    tensor_plan = tensor_parallel_plan(roots[0], planned, mechanisms)
     # From here on there are only assignments, which cannot fail half-way.
-    own_configs(*wholes)
+    unshare_configs(*roots)
     positions.apply(model, record=True)
-    install_layers(wholes, planned, mechanisms)
-    for whole in wholes:
-        update_classes(whole)
+    install_layers(roots, planned, mechanisms)
+    for root in roots:
+        update_classes(root)
     if tensor_plan is not None:
-        wholes[0]._tp_plan = tensor_plan
+        roots[0]._tp_plan = tensor_plan
     follow_parts()
-    return wholes
+    return roots
 
 
 def uninstall(model: PreTrainedModel) -> None:
     """Take linear attention out of a model, and out of the models around it what belongs to that."""
-    wholes = outermost_models(model)
-    remove_layers(model, wholes)
-    for whole in wholes:
-        update_classes(whole)
+    roots = outermost_models(model)
+    remove_layers(model, roots)
+    for root in roots:
+        update_classes(root)
 
 
-def update_classes(whole: PreTrainedModel) -> None:
+def update_classes(root: PreTrainedModel) -> None:
     """Give a model and every model inside of it the class and the config that belong to what is patched in them."""
-    for model in reversed([part for part in whole.modules() if isinstance(part, PreTrainedModel)]):
+    for model in reversed([part for part in root.modules() if isinstance(part, PreTrainedModel)]):
         if is_patched(model):
             become_patched(model)
             vars(model.config).update(config_fields(model))
@@ -307,9 +307,9 @@ def become_patched(model: PreTrainedModel) -> None:
     model.all_tied_weights_keys = {**getattr(model, "all_tied_weights_keys", {}), **shared_parameters(model)}
 
 
-def name_patched(whole: nn.Module) -> None:
+def name_patched(root: nn.Module) -> None:
     """Let no patched model inside of a module have the name of the exact checkpoint that it was made from."""
-    for model in whole.modules():
+    for model in root.modules():
         if hasattr(type(model), ORIGINAL_CLASS):
             model.name_or_path = model.name_or_path + PATCHED_NAME  # type: ignore[operator]
 
@@ -364,13 +364,13 @@ def own_fields(model: PreTrainedModel) -> Iterator[None]:
 
     Models inside of one another may share their config, which then says what belongs to the outermost one.
     """
-    present, own = vars(model.config), config_fields(model)
-    before = {name: present[name] for name in own if name in present}
-    present.update(own)
+    present, fields = vars(model.config), config_fields(model)
+    before = {name: present[name] for name in fields if name in present}
+    present.update(fields)
     try:
         yield
     finally:
-        for name in own:
+        for name in fields:
             present.pop(name)
         present.update(before)
 
@@ -394,9 +394,9 @@ def auto_map(model: PreTrainedModel) -> dict[str, str]:
             continue
         value = mapping._model_mapping.get(model_type)
         names = (value,) if isinstance(value, str) else tuple(value or ())
-        own = base_class(type(model)).__name__
+        class_name = base_class(type(model)).__name__
         if names:
-            classes[name] = f"{CODE_MODULE}.{own if own in names else names[0]}"
+            classes[name] = f"{CODE_MODULE}.{class_name if class_name in names else names[0]}"
     return classes
 
 

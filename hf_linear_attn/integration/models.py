@@ -75,7 +75,7 @@ def outermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [other for other in around if id(other) not in inner]
 
 
-def own_configs(*models: nn.Module) -> None:
+def unshare_configs(*models: nn.Module) -> None:
     """Give models copies of their configs, shared among them as before, because yet another model may share them."""
     memo: dict[int, Any] = {}
     for module in {id(module): module for model in models for module in model.modules()}.values():

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..utils.formatting import near_matches
 from .context import SUBMODULE, attention_modules
 from .discovery import longest_input
-from .models import all_configs, base_class, check_model, model_around, outermost_models, own_configs
+from .models import all_configs, base_class, check_model, model_around, outermost_models, unshare_configs
 
 #: Field of a config whose positions `patch_model` has extended: the limit that `unpatch_model` restores.
 EXTENDED_FROM = "linear_attention_extended_from"
@@ -77,7 +77,7 @@ def extend_positions(
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise TypeError(f"tokenizer must be a tokenizer of Transformers, got {type(tokenizer).__name__}.")
     change = plan_extension(model, max_length, how)
-    own_configs(*outermost_models(model))
+    unshare_configs(*outermost_models(model))
     change.apply(model)
     if tokenizer is not None:
         tokenizer.model_max_length = max_length
@@ -114,7 +114,7 @@ class PositionChange:
         return min((value - present for _, _, present, value, _ in self.limits), default=0)
 
     def apply(self, model: PreTrainedModel, *, record: bool = False) -> None:
-        """Assign the new tensors and limits to a model that owns its configs (see `own_configs`).
+        """Assign the new tensors and limits to a model that owns its configs (see `unshare_configs`).
 
         With `record` the configs record the present limits, so that `unpatch_model` can restore them; otherwise the
         new positions are the model's own, and no config has such a record any more.
@@ -241,13 +241,13 @@ def plan_extension(model: PreTrainedModel, max_length: int, how: str = "tile") -
 
 def _check_part(model: PreTrainedModel, extended: Iterable[PositionTable]) -> None:
     """Raise where a model is a part of one that has other tables of the same config, which has one limit for both."""
-    own, limits = {id(module) for module in model.modules()}, {(id(one.owner.config), one.field) for one in extended}
-    for whole in outermost_models(model):
-        for table in find_tables(whole):
-            if id(table.module) not in own and (id(table.owner.config), table.field) in limits:
+    inside, limits = {id(module) for module in model.modules()}, {(id(one.owner.config), one.field) for one in extended}
+    for root in outermost_models(model):
+        for table in find_tables(root):
+            if id(table.module) not in inside and (id(table.owner.config), table.field) in limits:
                 raise NotImplementedError(
                     f"The positions of this {base_class(type(model)).__name__} cannot be extended alone: the "
-                    f"{base_class(type(whole)).__name__} around it has others ({table.name}) of the same "
+                    f"{base_class(type(root)).__name__} around it has others ({table.name}) of the same "
                     f"{table.field} in its config. Extend those of the whole model: extend_positions(model, …)."
                 )
 
@@ -301,7 +301,7 @@ def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: 
     Returns:
         ω, or None where keys do not differ, or no rotation explains how they do.
     """
-    width, fits = keys.shape[-1], []
+    width, candidates = keys.shape[-1], []
     for buffer in rotary_buffers(model):
         frequencies, size = buffer.to(keys), 2 * len(buffer)
         if size > width:
@@ -310,13 +310,13 @@ def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: 
         columns = torch.arange(size, device=keys.device)
         for pairs in (columns.view(2, -1), columns.view(-1, 2).T):  # half a width apart, side by side
             for first, second in (pairs, pairs + width - size):
-                rotated, whole = keys.clone(), keys.new_zeros(width)
+                rotated, candidate = keys.clone(), keys.new_zeros(width)
                 rotated[..., first] = keys[..., first] * cos - keys[..., second] * sin
                 rotated[..., second] = keys[..., second] * cos + keys[..., first] * sin
-                whole[first] = whole[second] = frequencies
-                fits.append((float((rotated - later).norm()), whole))
-    difference, whole = min(fits, key=lambda fit: fit[0], default=(math.inf, keys))
-    return whole if difference <= LARGEST_ROTATION_ERROR * float((later - keys).norm()) else None
+                candidate[first] = candidate[second] = frequencies
+                candidates.append((float((rotated - later).norm()), candidate))
+    difference, candidate = min(candidates, key=lambda one: one[0], default=(math.inf, keys))
+    return candidate if difference <= LARGEST_ROTATION_ERROR * float((later - keys).norm()) else None
 
 
 # ------------------------------------------------ Inputs of any length, beyond the positions of a table too: for timing

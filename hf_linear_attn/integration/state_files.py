@@ -138,10 +138,10 @@ def _checksum(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x}"
 
 
-def _difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
+def _difference(saved: dict[str, Any], current: dict[str, Any]) -> str:
     """Return in words how the model of a saved state differs from another; "" where it does not."""
     for name in ("class", "linear attention"):
-        if saved[name] != own[name]:
+        if saved[name] != current[name]:
             return f"another {name}"
-    differing = [name for name, value in own["weights"].items() if saved["weights"].get(name, value) != value]
+    differing = [name for name, value in current["weights"].items() if saved["weights"].get(name, value) != value]
     return f"{len(differing)} weights differ, {differing[0]!r} among them" if differing else ""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture
-from .context import OWN_HEADS, SUBMODULE
+from .context import SHARDED_HEADS, SUBMODULE
 from .install import Plan
 
 #: Name of our style in the plans of tensor parallelism.
@@ -55,7 +55,7 @@ def shard_heads(mechanism: LinearAttention, mesh: Any) -> None:
                 module._parameters[name] = nn.Parameter(shard, value.requires_grad)
         if hasattr(module, "shape"):
             setattr(module, "shape", local_shape)  # noqa: B010
-    setattr(mechanism, OWN_HEADS, True)
+    setattr(mechanism, SHARDED_HEADS, True)
 
 
 def tensor_parallel_plan(

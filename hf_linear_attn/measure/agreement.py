@@ -70,14 +70,14 @@ def measure_agreement(
     rows = []
     for number, prompt in enumerate(prompts):
         on_batch(number, len(prompts))
-        own, expected = (
+        generated, expected = (
             generate_greedily(one, torch.tensor([list(prompt)], device=one.device), new_tokens, pad=0)[0].cpu()
             for one in (model, exact)
         )
-        count = max(len(own), len(expected)) - len(prompt)
+        count = max(len(generated), len(expected)) - len(prompt)
         equal = torch.zeros(count, dtype=torch.bool)  # one of them may have ended earlier
-        shorter = min(len(own), len(expected))
-        equal[: shorter - len(prompt)] = own[len(prompt) : shorter] == expected[len(prompt) : shorter]
+        shorter = min(len(generated), len(expected))
+        equal[: shorter - len(prompt)] = generated[len(prompt) : shorter] == expected[len(prompt) : shorter]
         common = int(equal.long().cumprod(0).sum())
         share = float(equal.double().mean())
         rows.append({"tokens": len(prompt), "common": common, "equal": share, "same": bool(equal.all())})

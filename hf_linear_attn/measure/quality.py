@@ -67,7 +67,7 @@ class Assessment:
 
 
 def assess(
-    own: float | None,
+    score: float | None,
     exact: float | None,
     floor: float | None,
     *,
@@ -83,9 +83,9 @@ def assess(
     sign = 1 if higher_is_better else -1
     gap = 0.0 if exact is None or floor is None else sign * (exact - floor)
     valid = gap > max(MIN_GAP * abs(exact or 0.0), MIN_GAP_ERRORS * stderr)
-    if own is None or exact is None:
+    if score is None or exact is None:
         return Assessment(valid, worse=True, below_floor=False, chance=False)
-    gain = sign * (own - exact)
+    gain = sign * (score - exact)
     scale = floor_divergence or math.inf
     large = divergence is not None and divergence > LARGE_DIVERGENCE * scale
     return Assessment(valid, gain < 0, valid and gain < -gap, gain > 0 and large)
@@ -202,10 +202,10 @@ def _predictions(model: PreTrainedModel, windows: Sequence[Window]) -> tuple[Ten
     return logits[counted].float().log_softmax(dim=-1), targets[counted], (row, column + 1)
 
 
-def kl_divergence(exact: Tensor, own: Tensor) -> float:
+def kl_divergence(exact: Tensor, student: Tensor) -> float:
     """Return `Σ p log(p / q)` over all rows, from log probabilities. A term with p = 0 is 0."""
     p = exact.exp()
-    return float(torch.where(p > 0, p * (exact - own), 0.0).double().sum())
+    return float(torch.where(p > 0, p * (exact - student), 0.0).double().sum())
 
 
 def perplexity_metric(
@@ -253,24 +253,24 @@ def classification_metric(
     """
     exact_logits = {suffix: cache(partial(classifier_logits, exact, part)) for suffix, part in batches.items()}
 
-    def answer_divergence(reference: Tensor, own: Tensor) -> float:
+    def answer_divergence(reference: Tensor, answers: Tensor) -> float:
         if regression:
             variance = reference.double().var(correction=0).clamp_min(1e-12)
-            return float((reference - own).double().square().mean() / variance)
-        return kl_divergence(reference.log_softmax(dim=-1), own.log_softmax(dim=-1)) / len(own)
+            return float((reference - answers).double().square().mean() / variance)
+        return kl_divergence(reference.log_softmax(dim=-1), answers.log_softmax(dim=-1)) / len(answers)
 
     def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         values: Values = []
         for suffix, part in batches.items():
             reference = exact_logits[suffix]()
-            own = reference if model is exact else classifier_logits(model, part, on_batch)
+            answers = reference if model is exact else classifier_logits(model, part, on_batch)
             labels = torch.cat([batch["labels"] for batch in part]).numpy()
-            predictions = (own.squeeze(-1) if regression else own.argmax(dim=-1)).numpy()
+            predictions = (answers.squeeze(-1) if regression else answers.argmax(dim=-1)).numpy()
             scores = compute_metrics(metrics, predictions, labels)
             if not values:
                 stderr = bootstrap_stderr(metrics[0], predictions, labels)
                 values.append(value("score", scores[metrics[0]], stderr=stderr))
-                values.append(value("divergence", answer_divergence(reference, own)))
+                values.append(value("divergence", answer_divergence(reference, answers)))
                 if not regression and metrics[0] in METRICS:
                     frequent = np.full_like(labels, np.bincount(labels).argmax())
                     constant = compute_metrics(metrics[:1], frequent, labels)[metrics[0]]
@@ -324,14 +324,14 @@ def embedding_metric(exact: PreTrainedModel, batches: Sequence[Batch]) -> Metric
 
     def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         reference = exact_embeddings()
-        own = reference if model is exact else sentence_embeddings(model, batches, on_batch)
-        cosine = float(cosine_similarity(reference, own, dim=-1).mean())
+        new = reference if model is exact else sentence_embeddings(model, batches, on_batch)
+        cosine = float(cosine_similarity(reference, new, dim=-1).mean())
         longest = max(batch["input_ids"].shape[1] for batch in batches)
         return [
             value("cosine", cosine),
             value("divergence", 1 - cosine),
-            value("same_neighbor", float((nearest_neighbors(reference) == nearest_neighbors(own)).double().mean())),
-            value("passages", len(own)),
+            value("same_neighbor", float((nearest_neighbors(reference) == nearest_neighbors(new)).double().mean())),
+            value("passages", len(new)),
             value("longest_input", longest, unit="tokens"),
         ]
 

@@ -177,8 +177,8 @@ def measure_recall(
             check_positions(model, length)
             prompts, scores = _retrieve(model, maker, length, depths, trials, batch_size, seed)
         for index, (prompt, score) in enumerate(zip(prompts, scores, strict=True)):
-            own = {"depth": prompt.depth, "distance": length - min(prompt.positions), "trial": index // len(depths)}
-            rows.append({**cell, **own, "score": score, "correct": score == 1})
+            row = {"depth": prompt.depth, "distance": length - min(prompt.positions), "trial": index // len(depths)}
+            rows.append({**cell, **row, "score": score, "correct": score == 1})
     return Recall(pd.DataFrame(rows))
 
 
@@ -222,15 +222,15 @@ def generate_greedily(model: Any, ids: Tensor, count: int, pad: int, *, cache: A
         pad: Token after the end of a shorter answer.
         cache: The cache after the first tokens of `ids`; None: all are read.
     """
-    own = model.generation_config
+    base = model.generation_config
     options = {} if cache is None else {"past_key_values": cache}
     # An argument of `generate` would be completed by the model's own, such as a penalty on repetitions.
-    model.generation_config = GenerationConfig(max_new_tokens=count, pad_token_id=pad, eos_token_id=own.eos_token_id)
+    model.generation_config = GenerationConfig(max_new_tokens=count, pad_token_id=pad, eos_token_id=base.eos_token_id)
     try:
         with evaluation_mode(model):
             output: Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     finally:
-        model.generation_config = own
+        model.generation_config = base
     return output
 
 
@@ -247,9 +247,9 @@ def _retrieve(
         embedded = [_embed(model, padded_batches(part, batch_size, pad)) for part in rows]
         # What all documents share says nothing about which of them it is.
         documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in embedded)
-        best = (questions @ documents.T).argmax(dim=1).tolist()
+        nearest = (questions @ documents.T).argmax(dim=1).tolist()
         columns.append(
-            [(prompt, float(own == number)) for number, (prompt, own) in enumerate(zip(prompts, best, strict=True))]
+            [(prompt, float(row == index)) for index, (prompt, row) in enumerate(zip(prompts, nearest, strict=True))]
         )
     pairs = [pair for row in zip(*columns, strict=True) for pair in row]
     return [prompt for prompt, _ in pairs], [score for _, score in pairs]

@@ -84,12 +84,12 @@ class HeadMixture(LinearAttention):
             return step
         self.begin_forward(inputs)
         linear_inputs, exact_inputs = self._split_inputs(inputs)
-        linear, other_after = self.mechanism(linear_inputs)
-        exact, own_after = attend_exactly(exact_inputs, self.cache_dtype)
+        linear, linear_after = self.mechanism(linear_inputs)
+        exact, exact_after = attend_exactly(exact_inputs, self.cache_dtype)
         if not inputs.return_state:
             return self._join(linear, exact), None
         others = [head for head in range(self.shape.num_key_value_heads) if head not in self.exact_heads]
-        after = prepare_with_exact(self, inputs, other_after, own_after, (others, list(self.exact_heads)))
+        after = prepare_with_exact(self, inputs, linear_after, exact_after, (others, list(self.exact_heads)))
         return self._join(linear, exact), after
 
     def dense_forward(self, inputs: AttentionInputs) -> Tensor:
@@ -126,9 +126,9 @@ class HeadMixture(LinearAttention):
     def load_heads(self, layer: LinearAttention) -> None:
         """Copy the parameters and buffers of the linear heads from the same mechanism of the whole layer."""
         tensors = layer.state_dict()
-        for name, own in self.mechanism.state_dict().items():
+        for name, parameter in self.mechanism.state_dict().items():
             tensor = tensors[name]
-            own.copy_(tensor if tensor.shape == own.shape else self._split(tensor[None])[0][0])
+            parameter.copy_(tensor if tensor.shape == parameter.shape else self._split(tensor[None])[0][0])
 
     def linear_heads(self, tensor: Tensor) -> Tensor:
         """Return the heads of the mechanism of a tensor `[B, H | G, L, x]` of all heads."""

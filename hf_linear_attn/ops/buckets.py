@@ -87,8 +87,8 @@ def make_pool(
     if state is not None:
         stored, rounds = state["bucket_ring_position"], bucket.shape[2]
         numbers = torch.arange(hashing.buckets, device=key.device).unsqueeze(-1)
-        own = torch.eye(rounds, dtype=torch.bool, device=key.device)[:, :, None, None]  # each round has its own rings
-        in_ring = torch.where(own & (stored >= 0).unsqueeze(2), numbers, hashing.buckets)
+        same_round = torch.eye(rounds, dtype=torch.bool, device=key.device)[:, :, None, None]
+        in_ring = torch.where(same_round & (stored >= 0).unsqueeze(2), numbers, hashing.buckets)
         bucket = torch.cat([in_ring.flatten(3), bucket], dim=3)
         position = torch.cat([stored.flatten(2), position], dim=2)
         constant = torch.cat([_constant_keys(state, window).flatten(2), constant], dim=2)

@@ -189,9 +189,9 @@ def token_blocks(
         The first position, the position after the last, the block's mask, and the block of each tensor.
     """
     length = tensors[0].shape[2]
-    whole = is_free(length) or (torch.compiler.is_compiling() and length > 0)  # a loop would fix the length of a graph
-    for start in (0,) if whole else range(0, length, step):
-        stop = length if whole else min(start + step, length)
+    single = is_free(length) or (torch.compiler.is_compiling() and length > 0)  # a loop would fix the length of a graph
+    for start in (0,) if single else range(0, length, step):
+        stop = length if single else min(start + step, length)
         part = None if mask is None else mask[:, start:stop]
         yield start, stop, part, tuple(mask_tokens(x[:, :, start:stop].to(compute_dtype(x)), part) for x in tensors)
 

@@ -123,12 +123,12 @@ def _piece_state(logits: Tensor, value: Tensor, ends: Tensor, before: KVState) -
     """
     assert before.log_scale is not None
     weights = torch.exp(logits - finite_or_zero(ends).unsqueeze(3))
-    own = torch.cat([before.total.unsqueeze(2), weights.transpose(-1, -2) @ value], dim=2)
+    states = torch.cat([before.total.unsqueeze(2), weights.transpose(-1, -2) @ value], dim=2)
     tops = torch.cat([before.log_scale.unsqueeze(2), ends], dim=2)
     order = torch.arange(tops.shape[2], device=tops.device)
     later = (order > order.unsqueeze(-1)).unsqueeze(-1)  # [p, s, 1]
     gap = tops.unsqueeze(2) - finite_or_zero(tops).unsqueeze(3)  # [B, G, p, s, d]
-    return torch.einsum("bgpsd,bgsde->bgpde", gap.masked_fill(later, float("-inf")).exp(), own), tops
+    return torch.einsum("bgpsd,bgsde->bgpde", gap.masked_fill(later, float("-inf")).exp(), states), tops
 
 
 def dense_weights(inputs: AttentionInputs, scale: float) -> Tensor:

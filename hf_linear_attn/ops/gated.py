@@ -91,15 +91,15 @@ def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, 
     total = split_chunks(keys.log_decay, chunk).cumsum(dim=-2)  # G_i, [B, G, n, c, 1 | m]
     last = total[..., -1:, :]
     if keys.log_scale is None:
-        own = KVState.of(Features(features * (last - total).exp()), values)
-        before, carry = _scan(own, last, carry)
+        added = KVState.of(Features(features * (last - total).exp()), values)
+        before, carry = _scan(added, last, carry)
         weights, past = _weights(query, features, total), query * total.exp().unsqueeze(2)
     else:
         # Relative to the row's largest decayed key scale; the decay that all keys of a row share cancels. The scale has
         # its gradient: a guarded normaliser depends on it.
         offset = split_chunks(keys.log_scale.unsqueeze(-1), chunk, float("-inf")).squeeze(-1) - total.squeeze(-1)
-        own = KVState.of(Features(features, offset), values, signed=True)
-        before, carry = _scan(_decayed(own, last), last, carry)
+        added = KVState.of(Features(features, offset), values, signed=True)
+        before, carry = _scan(_decayed(added, last), last, carry)
         assert before.log_scale is not None
         carried = before.log_scale.unsqueeze(-1)
         # Formats of exported graphs have no running maximum.
@@ -133,21 +133,21 @@ def _decayed(kv_state: KVState, log_decay: Tensor) -> KVState:
     return KVState(kv_state.total, kv_state.log_scale + log_decay.reshape(kv_state.log_scale.shape))
 
 
-def _scan(own: KVState, log_decay: Tensor, carry: KVState | None) -> tuple[KVState, KVState]:
+def _scan(added: KVState, log_decay: Tensor, carry: KVState | None) -> tuple[KVState, KVState]:
     """Return the sums before each chunk and after the last, from what each adds `[B, G, n, …]` and its decay."""
     if carry is None:
-        scale = None if own.log_scale is None else torch.full_like(own.log_scale[:, :, 0], float("-inf"))
-        carry = KVState(torch.zeros_like(own.total[:, :, 0]), scale)
-    if is_free(own.total.shape[2]):
-        return _free_scan(own, log_decay, carry)
+        scale = None if added.log_scale is None else torch.full_like(added.log_scale[:, :, 0], float("-inf"))
+        carry = KVState(torch.zeros_like(added.total[:, :, 0]), scale)
+    if is_free(added.total.shape[2]):
+        return _free_scan(added, log_decay, carry)
     before = []
-    for index in range(own.total.shape[2]):
+    for index in range(added.total.shape[2]):
         before.append(carry)
-        carry = _decayed(carry, log_decay[:, :, index]).plus(own.at(index, dim=2))
+        carry = _decayed(carry, log_decay[:, :, index]).plus(added.at(index, dim=2))
     return KVState.stack(before, dim=2), carry
 
 
-def _free_scan(own: KVState, log_decay: Tensor, start: KVState) -> tuple[KVState, KVState]:
+def _free_scan(added: KVState, log_decay: Tensor, start: KVState) -> tuple[KVState, KVState]:
     """Compute `_scan` without a loop: decays are log scales, those of features in a dimension of their own."""
     decays = log_decay.squeeze(3).movedim(-1, 2)  # [B, G, 1 | m, n]
     after = decays.cumsum(dim=-1)
@@ -161,11 +161,11 @@ def _free_scan(own: KVState, log_decay: Tensor, start: KVState) -> tuple[KVState
     def join(kv_state: KVState, decay: Tensor, rows: int) -> KVState:
         assert kv_state.log_scale is not None
         scale, total = kv_state.log_scale + decay, kv_state.total
-        total = total * scale.exp()[..., None, None] if own.log_scale is None else total
+        total = total * scale.exp()[..., None, None] if added.log_scale is None else total
         total = total.movedim(2, rows).flatten(rows, rows + 1)
-        return KVState(total, None if own.log_scale is None else scale[:, :, 0])
+        return KVState(total, None if added.log_scale is None else scale[:, :, 0])
 
-    parted = split(own, 3)
+    parted = split(added, 3)
     assert parted.log_scale is not None
     before, last = KVState(parted.total, parted.log_scale - after).running(split(start, 2), dim=3)
     return join(before, after - decays, 3), join(last, after[..., -1], 2)

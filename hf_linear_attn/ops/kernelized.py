@@ -71,8 +71,8 @@ def key_state(call: KernelizedCall | WindowedCall) -> KVState | None:
     for start, _, part, (columns, values) in token_blocks(
         block_length(key.shape[0], key.shape[1], width, key.shape[2]), call.mask, key, value
     ):
-        own = KVState.of(_masked(call.key_features(columns, start), part), with_ones(values), signed=call.signed)
-        kv_state = own if kv_state is None else kv_state.plus(own)
+        new = KVState.of(_masked(call.key_features(columns, start), part), with_ones(values), signed=call.signed)
+        kv_state = new if kv_state is None else kv_state.plus(new)
     return kv_state
 
 
@@ -119,8 +119,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
             else:
                 out = _causal_chunk(queries[:, :, :, now], chunk_k, chunk_v, kv_state, signed)
                 if call.return_state or start + now.stop < length:
-                    own = KVState.of(chunk_k, chunk_v, signed=signed)
-                    kv_state = own if kv_state is None else kv_state.plus(own)
+                    new = KVState.of(chunk_k, chunk_v, signed=signed)
+                    kv_state = new if kv_state is None else kv_state.plus(new)
             out = out.view(batch, heads, now.stop - low, -1)
             outputs.append(weighted_mean(out, signed=signed).to(value.dtype) if normalise else out)
     return torch.cat(outputs, dim=2), kv_state.state() if call.return_state and kv_state is not None else None
@@ -155,10 +155,10 @@ def _causal_chunk(query: Tensor, keys: Features, value: Tensor, kv_state: KVStat
         gap = (keys.log_scale.unsqueeze(-2) - finite_or_zero(running).unsqueeze(-1)).clamp(max=0.0)
         weights = weights * gap.exp().unsqueeze(2)
     weights = weights.tril_().view(batch * groups, repeats * length, length)  # no gradient reads a product itself
-    own = torch.bmm(weights, value.flatten(0, 1))
+    inside = torch.bmm(weights, value.flatten(0, 1))
     if kv_state is None:
-        return own
-    return torch.baddbmm(own, query.reshape(batch * groups, repeats * length, width), kv_state.total.flatten(0, 1))
+        return inside
+    return torch.baddbmm(inside, query.reshape(batch * groups, repeats * length, width), kv_state.total.flatten(0, 1))
 
 
 def dense_weights(query: Features, keys: Features, allowed: Tensor, *, signed: bool = False) -> Tensor:

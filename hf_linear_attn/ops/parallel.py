@@ -101,8 +101,8 @@ class Edges(NamedTuple):
     def sum_over(self, call: WindowedCall, chosen: Tensor, slices: Tensor) -> KVState:
         """Add up the tokens that are chosen `[B, k]`, and the other tokens of the chosen slices `[n]`."""
         features = masked_key_features(call.key_features, self.key, 0, chosen, self.key.dtype)
-        own = KVState.of(features, with_ones(mask_tokens(self.value, chosen)), signed=call.signed)
-        return _add_states(self.states, slices).plus(own)
+        chosen_state = KVState.of(features, with_ones(mask_tokens(self.value, chosen)), signed=call.signed)
+        return _add_states(self.states, slices).plus(chosen_state)
 
 
 def window_before(call: WindowedCall, ranks: Ranks) -> State:
@@ -151,13 +151,13 @@ def windowed_slice(call: WindowedCall, ranks: Ranks) -> Tensor:
     far = edges.sum_over(call, (edges.number > 0) & ~is_sink & ~near & others[edges.rank], others)
     neighbours = torch.cat([start + steps, start + border + length + steps]).expand(batch, -1)
     near_key, near_value, _, real = edges.select(edges.position, neighbours)
-    own = torch.ones(1, length, dtype=torch.bool, device=device) if call.mask is None else call.mask
+    mask = torch.ones(1, length, dtype=torch.bool, device=device) if call.mask is None else call.mask
     log_mix = call.log_mixing_weights()
     part = call.replace(
         query=pad_tokens(call.query, border, border),
         key=_between(near_key.to(key.dtype), key, border),
         value=_between(near_value.to(call.value.dtype), call.value, border),
-        mask=_between(real, own.expand(batch, -1), border, dim=1),
+        mask=_between(real, mask.expand(batch, -1), border, dim=1),
         log_mix=log_mix if log_mix.shape[2] == 1 else pad(log_mix, (border, border)),
         state=far.state(),
     )
@@ -166,9 +166,9 @@ def windowed_slice(call: WindowedCall, ranks: Ranks) -> Tensor:
     return out if of_sequence is None else _exact_sinks(out, call, ranks, position - start - border)
 
 
-def _between(borders: Tensor, own: Tensor, border: int, dim: int = 2) -> Tensor:
+def _between(borders: Tensor, middle: Tensor, border: int, dim: int = 2) -> Tensor:
     left, right = borders.split(border, dim=dim)
-    return torch.cat([left, own, right], dim=dim)
+    return torch.cat([left, middle, right], dim=dim)
 
 
 def _exact_sinks(out: Tensor, call: WindowedCall, ranks: Ranks, position: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ def prepare_with_exact(
         return {**linear, **exact}
     after = InPlaceState({**linear, **exact})
     after.memory = linear.memory  # type: ignore[attr-defined]
-    own = [(holder, tuple(holder.values())) for holder in (mechanism.__dict__, mechanism._modules)]
-    weights = step.weights._replace(attributes=[*own, *step.weights.attributes])
+    members = [(holder, tuple(holder.values())) for holder in (mechanism.__dict__, mechanism._modules)]
+    weights = step.weights._replace(attributes=[*members, *step.weights.attributes])
     after.prepared = PreparedStep(mechanism, weights, inputs, [kernel, ExactStep(inputs, after, heads[1])])
     return after
 

@@ -50,9 +50,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own = torch.empty_like(gradient[0])
-        distributed.reduce_scatter(own, list(gradient.contiguous()), group=ctx.ranks.group)
-        return own, None
+        reduced = torch.empty_like(gradient[0])
+        distributed.reduce_scatter(reduced, list(gradient.contiguous()), group=ctx.ranks.group)
+        return reduced, None
 
 
 class _Total(torch.autograd.Function):

@@ -73,13 +73,13 @@ def first_tokens(call: WindowedCall) -> tuple[Sinks | None, State]:
         if state is None:
             return tokens
         is_old = (number < 1)[:, None, :, None]
-        return {name: torch.where(is_old, to_dtype(state[name], own.dtype), own) for name, own in tokens.items()}
+        return {name: torch.where(is_old, to_dtype(state[name], new.dtype), new) for name, new in tokens.items()}
 
     new = {"sink_key": key, "sink_value": value}
     tokens = with_old(new)
     stored = tokens
     if call.cache_dtype is not None:
-        stored = with_old({name: to_dtype(own, call.cache_dtype) for name, own in new.items()})
+        stored = with_old({name: to_dtype(token, call.cache_dtype) for name, token in new.items()})
     position = order + (length - count).unsqueeze(1)
     return Sinks(tokens["sink_key"], tokens["sink_value"], position), {**stored, "count": count}
 
@@ -141,6 +141,6 @@ def sink_pairs(allowed: Tensor, sinks: int, causal: bool, start: int | None = No
     if not causal:
         pairs = pairs | (number > number[..., -1:] - sinks)
         start = allowed.shape[-1] - allowed.shape[-2] if start is None else start
-        own = (pairs & allowed).diagonal(start, -2, -1)
-        pairs = pairs | own.unsqueeze(-1)
+        is_sink = (pairs & allowed).diagonal(start, -2, -1)
+        pairs = pairs | is_sink.unsqueeze(-1)
     return pairs & allowed

@@ -66,8 +66,8 @@ class StoredKeys(NamedTuple):
     def state(self, call: WindowedCall, has_graph: bool) -> State:
         """Return the entries of the state after a call, whose sums have a gradient or not."""
         key, value = (
-            to_dtype(own, call.cache_dtype or new.dtype)
-            for own, new in ((self.key, call.key), (self.value, call.value))
+            to_dtype(tensor, call.cache_dtype or new.dtype)
+            for tensor, new in ((self.key, call.key), (self.value, call.value))
         )
         stored = self._replace(key=key, value=value)
         entries = {f"store_{name}": tensor.contiguous() for name, tensor in stored._asdict().items()}
@@ -109,8 +109,8 @@ def leaving_keys(call: WindowedCall, key: Tensor, value: Tensor, far: Tensor) ->
     key, value = mask_tokens(key, far), mask_tokens(value, far)
     maps = (call.key_features, call.key_features, None, call.num_features)
     with torch.no_grad():
-        own = KernelizedCall(key, key, value.to(compute_dtype(value)), *maps, True, mask=far, state=call.state)
-        error = recall_error(causal(own)[0], own.value)
+        linear_call = KernelizedCall(key, key, value.to(compute_dtype(value)), *maps, True, mask=far, state=call.state)
+        error = recall_error(causal(linear_call)[0], linear_call.value)
     return StoredKeys(key, value, mask_tokens(error, far, NEVER), torch.zeros_like(error, dtype=torch.bool))
 
 

@@ -270,9 +270,9 @@ def _neighbours(call: WindowedCall, size: int, reach: int) -> list[_Part]:
         outside = ~inside if not call.causal else distance >= call.window
         bias = torch.zeros(inside.shape, dtype=dtype, device=inside.device).masked_fill(~inside, float("-inf"))
         nearest, farthest = blocks * size - size + 1, blocks * size + size - 1
-        whole = nearest >= least and farthest < call.window
-        some = farthest >= call.window or (not call.causal and nearest < least)
-        parts.append(_Part(None if whole else bias, outside.to(dtype) if some else None))
+        all_inside = nearest >= least and farthest < call.window
+        any_outside = farthest >= call.window or (not call.causal and nearest < least)
+        parts.append(_Part(None if all_inside else bias, outside.to(dtype) if any_outside else None))
     return parts
 
 

@@ -130,11 +130,11 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
         raise ValueError("There are no batches to calibrate on.")
     if max_length is not None:
         check_max_length(max_length)
-    modules = {id(found.module): index for index, found in enumerate(self_attention(model))}
+    modules = {id(layer.module): index for index, layer in enumerate(self_attention(model))}
     layers = {id(module): _Layer(modules[id(module)], module.linear_attention) for module in attention_modules(model)}
     fitted, mixed = ({key: x for key, x in layers.items() if getattr(x, name)} for name in ("fits_keys", "has_mix"))
-    whole = model.config.is_encoder_decoder or is_sharded(model)
-    backbone = model if whole else model.base_model  # the head and its logits are of no use here
+    needs_head = model.config.is_encoder_decoder or is_sharded(model)
+    backbone = model if needs_head else model.base_model  # the head and its logits are of no use here
     moved = rows
     if fitted and _can_be_moved(model, rows):
         longest = longest_input(model) or max(batch["input_ids"].shape[1] for batch in rows)

@@ -125,13 +125,14 @@ def _output_divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) 
     if "logits" not in outputs:
         if "last_hidden_state" not in outputs:
             raise NotImplementedError(f"{type(outputs).__name__} has neither logits nor last_hidden_state to compare.")
-        own, target = (mean_pooling(part.last_hidden_state, attention_mask) for part in (outputs, exact))
-        return embedding_loss(own, target) / len(own)
-    own, target = outputs.logits, exact.logits
-    if own.dim() == 3:
-        real = attention_mask.bool() if attention_mask is not None else torch.ones_like(own[..., 0], dtype=torch.bool)
-        own, target = own[real], target[real]
-    return logits_loss(own, target, 1.0) / len(own)
+        output, target = (mean_pooling(part.last_hidden_state, attention_mask) for part in (outputs, exact))
+        return embedding_loss(output, target) / len(output)
+    output, target = outputs.logits, exact.logits
+    if output.dim() == 3:
+        ones = torch.ones_like(output[..., 0], dtype=torch.bool)
+        real = ones if attention_mask is None else attention_mask.bool()
+        output, target = output[real], target[real]
+    return logits_loss(output, target, 1.0) / len(output)
 
 
 def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
@@ -148,9 +149,9 @@ def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_
         The loss of each row, `[B]`.
     """
     errors = []
-    for own, target in zip(student[1:], teacher[1:], strict=True):
-        own, target = own.float(), target.float()
-        sizes = torch.stack([(own - target).square().sum(-1), target.square().sum(-1)])
+    for hidden, target in zip(student[1:], teacher[1:], strict=True):
+        hidden, target = hidden.float(), target.float()
+        sizes = torch.stack([(hidden - target).square().sum(-1), target.square().sum(-1)])
         if attention_mask is not None:
             sizes = sizes.masked_fill(~attention_mask.bool(), 0.0)
         difference, norm = sizes.sum(-1)
@@ -223,14 +224,14 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
             loss and gradients are those of all queries. None takes all.
     """
     mechanism = call.mechanism
-    whole = call.query.shape[2] == call.key.shape[2]
-    separable = mechanism.separable_queries and whole
+    full = call.query.shape[2] == call.key.shape[2]
+    separable = mechanism.separable_queries and full
     if kind == "auto":
         kind = mechanism.transfer_loss if mechanism.distribution and separable else "outputs"
     total, queries = torch.zeros((), device=call.query.device), call.real_queries()
     everything = [(0, call.query.shape[2], 1)]
     if kind == "outputs":
-        sampled = mechanism.sampled_outputs and whole and (call.padding is None or call.padding.dim() == 2)
+        sampled = mechanism.sampled_outputs and full and (call.padding is None or call.padding.dim() == 2)
         norm = _squared_norm(call.output.detach().float(), queries)
         for start, stop, factor in query_ranges(call, seed) if sampled else everything:
             block, rows = query_block(call, slice(None), start, stop), queries[:, :, start:stop]

@@ -46,8 +46,8 @@ def check_launch(process: PartialState | Accelerator) -> None:
     if requested is not None and (unconnected or process.distributed_type.value in ("NO", "MULTI_CPU")):
         remedy = "Where there are GPUs, do not ask for the CPU; else use torchrun, and no configuration of accelerate."
         raise ValueError(f"accelerate is configured to shard by {requested}, which it does on GPUs only. {remedy}")
-    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1") and "MASTER_PORT" in os.environ
-    if asked and process.num_processes == 1 and "WORLD_SIZE" not in os.environ:
+    cpu_requested = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1") and "MASTER_PORT" in os.environ
+    if cpu_requested and process.num_processes == 1 and "WORLD_SIZE" not in os.environ:
         problem = "accelerate launch was asked for several processes on CPUs, which it starts through MPI only"
         raise ValueError(f"{problem}; this is one process. Start them with torchrun --nproc_per_node NUMBER.")
     if unconnected:
@@ -204,8 +204,8 @@ def fill_copy(skeleton: nn.Module, model: nn.Module) -> nn.Module:
 
 def _gathered(parameter: Any) -> Tensor:
     if not hasattr(parameter, "ds_id"):
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        return whole.detach().to("cpu", copy=True)
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        return full.detach().to("cpu", copy=True)
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):

@@ -13,6 +13,7 @@ from hf_linear_attn.integration.exact import observe_attention
 from tests.architectures.inputs import find_inputs, tokens
 from tests.architectures.models import Case, architecture_model
 from tests.architectures.properties import REFUSED, WORKS, examine, per_token
+from tests.slow_cases import slow
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "modernbert", "esm")
 VISION = ("vit", "deit", "clip", "clip_text_model", "clip_vision_model")
@@ -20,9 +21,16 @@ SPEECH = ("wav2vec2", "whisper")
 DECODERS = ("gpt2", "opt", "llama", "qwen2", "qwen3", "gemma", "phi")
 NAMED = [Case(name) for name in (*ENCODERS, *VISION, *SPEECH, "bart", *DECODERS)]
 NAMED += [Case("bert", decoder=True), Case("gpt_neox", decoder=True)]
+#: Relatives of others, whose modules are nearly the same.
+RELATIVES = {"xlm-roberta", "electra", "esm", "deit", "clip", "clip_vision_model", "opt", "qwen2", "qwen3", "phi"}
 
 
-@pytest.mark.parametrize("case", NAMED, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in NAMED if case.model_type not in RELATIVES]
+    + slow(*(case for case in NAMED if case.model_type in RELATIVES)),
+    ids=str,
+)
 def test_named_architectures_keep_every_promise(case):
     (result,) = examine(case)
     assert result.outcome == WORKS, result.detail
@@ -67,7 +75,7 @@ def test_mistral_without_its_window():
     assert [layer.attention for layer in report.layers] == ["elu", "elu"]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next", "jamba", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "gemma3_text", "lfm2", *slow("qwen3_next", "jamba")])
 def test_layers_of_another_kind_keep_it(model_type):
     """State-space, linear, convolution and sliding layers are left, the full ones patched."""
     (result,) = examine(Case(model_type))

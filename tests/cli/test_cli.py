@@ -217,7 +217,7 @@ def test_what_needs_no_model_is_light(tmp_path: Path) -> None:
     assert loaded(commands, "torch", "transformers") == [[0, 0, *[1] * (len(commands) - 2)], []]
 
 
-def test_names_of_mechanisms_load_torch_alone(tmp_path: Path) -> None:
+def test_names_of_mechanisms_load_torch_only(tmp_path: Path) -> None:
     """A mechanism's file has its module, which needs torch; neither Transformers nor torch's compiler is needed."""
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     patch = ["patch", str(tmp_path), str(tmp_path / "out"), "--attention"]

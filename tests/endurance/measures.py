@@ -216,9 +216,9 @@ def batches(name: str, family: Family, rows: int = 8) -> Row:
     """Each row by itself against the batch: libraries add in another order, so to rounding."""
     model = patched(name, family)
     ids = token_ids(rows, 33)
-    whole = logits(model, ids)
+    full = logits(model, ids)
     single_rows = torch.cat([logits(model, ids[number : number + 1]) for number in range(rows)])
-    return row(f"batch invariance of {name} on {family}", relative_error(single_rows, whole), 2e-5, "relative error")
+    return row(f"batch invariance of {name} on {family}", relative_error(single_rows, full), 2e-5, "relative error")
 
 
 # --------------------------------------------------------------------------------------------------------------------

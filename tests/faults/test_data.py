@@ -51,8 +51,8 @@ def test_mixed_kinds(tmp_path: Path, observed: Observed) -> None:
 
 @pytest.mark.fault(group="data", what="a gzip file ends half-way", expected="the file named")
 def test_half_gzip(tmp_path: Path, observed: Observed) -> None:
-    whole = gzip.compress("".join(json.dumps({"text": str(number)}) + "\n" for number in range(1000)).encode())
-    observed(loaded(tmp_path / "rows.jsonl.gz", whole[: len(whole) // 2]))
+    full = gzip.compress("".join(json.dumps({"text": str(number)}) + "\n" for number in range(1000)).encode())
+    observed(loaded(tmp_path / "rows.jsonl.gz", full[: len(full) // 2]))
 
 
 @pytest.mark.fault(group="data", what="a parquet file is noise", expected="the file named")

@@ -89,10 +89,10 @@ def reached(out: Path) -> str:
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None:
     save_inputs(tmp_path)
-    whole = tmp_path / "whole"
+    full = tmp_path / "whole"
     began = time.monotonic()
-    process = start(recipe_command(name, tmp_path, whole), tmp_path)
-    assert wait_for((whole / "study" / "records.jsonl").exists, process), (tmp_path / "output.txt").read_text(
+    process = start(recipe_command(name, tmp_path, full), tmp_path)
+    assert wait_for((full / "study" / "records.jsonl").exists, process), (tmp_path / "output.txt").read_text(
         encoding="utf-8"
     )
     begin = time.monotonic() - began
@@ -111,7 +111,7 @@ def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None
                 kill(process)
                 seen.append(reached(out))
         finish(recipe_command(name, tmp_path, out, "--resume"), tmp_path)
-        assert weights(out) == weights(whole), f"other weights after kills at {seen}"
+        assert weights(out) == weights(full), f"other weights after kills at {seen}"
     observed(f"the same weights, bit for bit; killed at: {', '.join(seen)}")
 
 

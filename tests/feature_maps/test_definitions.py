@@ -156,8 +156,8 @@ def test_outputs_and_gradients_equal_the_definition(case, heads, groups, dim, va
     expected = definition(case, precise, *double, causal=causal, mask=mask)
     assert_close(out, expected)
     actual = gradients(out, [*single, *module.parameters()])
-    for own, true in zip(actual, gradients(expected, [*double, *precise.parameters()]), strict=True):
-        assert_close(own, true, factor=GRADIENT_FACTOR)
+    for computed, reference in zip(actual, gradients(expected, [*double, *precise.parameters()]), strict=True):
+        assert_close(computed, reference, factor=GRADIENT_FACTOR)
 
 
 @both_directions
@@ -199,9 +199,9 @@ def test_blocks_do_not_change_the_result(case, causal, monkeypatch):
 def test_split_and_resume(case, splits):
     module, inputs = build(case), qkv(sum(splits))
     mask = torch.rand(2, sum(splits), generator=torch.Generator().manual_seed(0)) < 0.8
-    whole, end = run(module, *inputs, causal=True, mask=mask)
+    full, end = run(module, *inputs, causal=True, mask=mask)
     out, state = in_pieces(partial(run, module, causal=True), inputs, mask, splits)
-    assert_close(out, whole)
+    assert_close(out, full)
     assert set(state) == set(end)
     for key, tensor in end.items():
         assert_close(state[key].clamp(min=-1e30), tensor.clamp(min=-1e30))

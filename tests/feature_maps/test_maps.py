@@ -37,8 +37,8 @@ def test_float64_inputs_stay_float64(name):
 @every_feature_map()
 def test_a_token_is_mapped_by_itself(name):
     built, (q, _, _) = feature_map(name), qkv(7)
-    whole, part = built.query(q, SCALING), built.query(q[:, :, 2:4], SCALING)
-    assert_close(part.values, whole.values[:, :, 2:4])
+    full, part = built.query(q, SCALING), built.query(q[:, :, 2:4], SCALING)
+    assert_close(part.values, full.values[:, :, 2:4])
 
 
 @every_feature_map()

@@ -65,25 +65,25 @@ def slices_equal_the_whole(architecture: str, name: str, **options: Any) -> None
     """Prefill, and the gradients of a training step, with and without padding."""
     model = build(architecture, name, **options)
     cuts = CUTS[distributed.get_world_size()]
-    own = slice(*cuts[distributed.get_rank() :][:2])
+    piece = slice(*cuts[distributed.get_rank() :][:2])
     for padding in ("none", "right", "left"):
         batch = tokens(padding)
         real = batch["attention_mask"].unsqueeze(-1)
         factors = real * torch.randn(BATCH, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(2))
         expected = model(**batch).logits
         (expected * factors).sum().backward()
-        whole = gradients(model)
-        part = {key: value[:, own] for key, value in batch.items()}
+        full = gradients(model)
+        part = {key: value[:, piece] for key, value in batch.items()}
         with hla.context_parallel(model, distributed.group.WORLD):
             with torch.no_grad():
                 prefill = model(**part).logits
             out = model(**part).logits
-            (out * factors[:, own]).sum().backward()
+            (out * factors[:, piece]).sum().backward()
         for logits in (prefill, out):
-            assert_close(logits * real[:, own], (expected * real)[:, own], label=f"{name} {padding}")
+            assert_close(logits * real[:, piece], (expected * real)[:, piece], label=f"{name} {padding}")
         for key, gradient in gradients(model).items():
             distributed.all_reduce(gradient)
-            assert_close(gradient, whole[key], GRADIENT_FACTOR, f"{name} {padding} {key}")
+            assert_close(gradient, full[key], GRADIENT_FACTOR, f"{name} {padding} {key}")
 
 
 def bytes_sent(model: PreTrainedModel, length: int, backward: bool = False) -> int:
@@ -188,11 +188,11 @@ def tensor_parallel(name: str, folder: Path, **options: Any) -> None:
     assert torch.equal(split.generate(batch, **settings), model.generate(batch, **settings))
     expected.loss.backward()
     out.loss.backward()
-    whole = gradients(model)
+    full = gradients(model)
     for key, parameter in split.named_parameters():
         gradient: Any = parameter.grad
         gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        assert_close(gradient, whole[key], GRADIENT_FACTOR, key)
+        assert_close(gradient, full[key], GRADIENT_FACTOR, key)
     split.save_pretrained(folder / f"{name}-again")
     distributed.barrier()
     again = hla.load_pretrained(str(folder / f"{name}-again")).state_dict()

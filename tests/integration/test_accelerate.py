@@ -109,7 +109,7 @@ def test_attention_weights_of_an_offloaded_model(name):
     with torch.no_grad():
         expected = model(token_ids(), output_attentions=True, use_cache=False).attentions
         actual = away(token_ids(), output_attentions=True, use_cache=False).attentions
-    assert all(torch.equal(own, other) for own, other in zip(actual, expected, strict=True))
+    assert all(torch.equal(computed, other) for computed, other in zip(actual, expected, strict=True))
 
 
 def test_weights_come_back_where_a_call_fails():
@@ -182,6 +182,6 @@ def test_random_features_are_the_same_without_memory():
     options = small_options(ATTENTIONS.get("favor+").options)
     with init_empty_weights(include_buffers=True):
         empty = hla.patch_model(LLAMA.build(), "favor+", **options)
-    own = dict(patch_small(LLAMA.build(), "favor+").named_buffers())
+    buffers = dict(patch_small(LLAMA.build(), "favor+").named_buffers())
     for key, buffer in empty.named_buffers():
-        assert buffer.is_meta or "linear_attention" not in key or torch.equal(buffer, own[key])
+        assert buffer.is_meta or "linear_attention" not in key or torch.equal(buffer, buffers[key])

@@ -132,8 +132,8 @@ def test_an_update_that_nobody_announced_is_refused():
 
 def test_adopting_keeps_what_is_ours_and_refuses_foreign_tokens():
     cache = DynamicCache()
-    own = state_layer(cache, 1)
-    assert state_layer(cache, 1) is own
+    layer = state_layer(cache, 1)
+    assert state_layer(cache, 1) is layer
     cache.layers[0].update(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1))
     with pytest.raises(ValueError, match="Layer 0 of this cache has 3 tokens of exact attention"):
         state_layer(cache, 0)

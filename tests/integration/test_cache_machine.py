@@ -217,10 +217,10 @@ class CacheMachine(RuleBasedStateMachine):
         new = self.new_tokens(1)
         following = self.run(copy.deepcopy(self.cache), new, torch.ones_like(new, dtype=torch.bool))
         actual = [torch.cat(pair) for pair in zip(self.outputs, following, strict=True)]
-        whole = self.without_cache([[*old, *more] for old, more in zip(self.tokens, new.tolist(), strict=True)])
-        expected = [row[-len(out) :] for row, out in zip(whole, actual, strict=True)]
+        full = self.without_cache([[*old, *more] for old, more in zip(self.tokens, new.tolist(), strict=True)])
+        expected = [row[-len(out) :] for row, out in zip(full, actual, strict=True)]
         assert_close(torch.cat(actual), torch.cat(expected))
-        self.outputs = [torch.empty(0, VOCABULARY) for _ in whole]
+        self.outputs = [torch.empty(0, VOCABULARY) for _ in full]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,40 +17,40 @@ from tests.small import patched
 from tests.tiny_models import BERT, GPT2, Family
 
 
-def part_of(whole: Any, name: str, family: Family, layers: list[int]) -> Any:
+def part_of(full: Any, name: str, family: Family, layers: list[int]) -> Any:
     """A model with only these layers patched, and the parameters of `whole`."""
-    options = hla.patch_report(whole).layers[0].options
+    options = hla.patch_report(full).layers[0].options
     part = hla.patch_model(family.build(), name, layers=layers, **options)
-    part.load_state_dict({key: tensor for key, tensor in whole.state_dict().items() if key in part.state_dict()})
+    part.load_state_dict({key: tensor for key, tensor in full.state_dict().items() if key in part.state_dict()})
     return part
 
 
 @torch.no_grad()
 @every_pair()
 def test_bit_equal_to_a_model_with_the_other_layers_patched(name: str, family: Family) -> None:
-    whole, ids = patched(name, family), token_ids(3, 23)
+    full, ids = patched(name, family), token_ids(3, 23)
     mask = torch.ones_like(ids)
     mask[0, 17:] = 0
     for linear in (0, 1):
-        part = part_of(whole, name, family, [linear])
-        with hla.exact_attention(whole, [1 - linear]):
-            assert torch.equal(logits(whole, ids), logits(part, ids))
-            assert torch.equal(logits(whole, ids, attention_mask=mask), logits(part, ids, attention_mask=mask))
-    with hla.exact_attention(whole, []):
-        inside = logits(whole, ids)
-    assert torch.equal(inside, logits(whole, ids))
-    with hla.exact_attention(whole, [0, -1]):
-        inside = logits(whole, ids)
-    assert torch.equal(inside, logits(hla.unpatch_model(whole), ids))
+        part = part_of(full, name, family, [linear])
+        with hla.exact_attention(full, [1 - linear]):
+            assert torch.equal(logits(full, ids), logits(part, ids))
+            assert torch.equal(logits(full, ids, attention_mask=mask), logits(part, ids, attention_mask=mask))
+    with hla.exact_attention(full, []):
+        inside = logits(full, ids)
+    assert torch.equal(inside, logits(full, ids))
+    with hla.exact_attention(full, [0, -1]):
+        inside = logits(full, ids)
+    assert torch.equal(inside, logits(hla.unpatch_model(full), ids))
 
 
 @torch.no_grad()
 def test_generation_keeps_keys_and_values_where_a_layer_is_exact() -> None:
-    whole = patched("hedgehog", GPT2)
-    part = part_of(whole, "hedgehog", GPT2, [1])
+    full = patched("hedgehog", GPT2)
+    part = part_of(full, "hedgehog", GPT2, [1])
     settings = {"max_new_tokens": 8, "do_sample": False}
-    with hla.exact_attention(whole, [0]):
-        assert torch.equal(whole.generate(token_ids(), **settings), part.generate(token_ids(), **settings))
+    with hla.exact_attention(full, [0]):
+        assert torch.equal(full.generate(token_ids(), **settings), part.generate(token_ids(), **settings))
 
 
 @torch.no_grad()

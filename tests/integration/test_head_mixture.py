@@ -91,7 +91,7 @@ def test_decoding_equals_the_full_forward(family: Family, name: str) -> None:
     ids=str,
 )
 @torch.no_grad()
-def test_a_model_that_changes_its_precision_goes_on_from_its_cache(
+def test_a_model_that_changes_its_precision_continues_from_its_cache(
     family: Family, exact: dict[str, Any], before: torch.dtype, after: torch.dtype
 ) -> None:
     """Its outputs are those of the whole, in float64, but for rounding."""

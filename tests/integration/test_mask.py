@@ -57,11 +57,11 @@ def test_a_mask_made_by_hand_is_honoured(name, family, kind):
     mask = mask.tril() if family.causal else mask
     full_mask = mask if kind == "bool" else additive(mask)
     first = observed(model, ids, full_mask, **no_cache(family))[0]
-    own = model.get_submodule(next(key for key, m in model.named_modules() if m is first.module)).linear_attention
+    linear = model.get_submodule(next(key for key, m in model.named_modules() if m is first.module)).linear_attention
     tensors = (first.query, first.key, first.value)
-    expected = own.dense_forward(AttentionInputs(*tensors, scaling=first.scaling, causal=family.causal, mask=mask))
+    expected = linear.dense_forward(AttentionInputs(*tensors, scaling=first.scaling, causal=family.causal, mask=mask))
     seen = []
-    handle = own.register_forward_hook(lambda *_: seen.append(True))
+    handle = linear.register_forward_hook(lambda *_: seen.append(True))
     attended = []
     out_handle = first.module.register_forward_hook(lambda m, a, o: attended.append(o[0]))
     out = logits(model, ids, attention_mask=full_mask, **no_cache(family))

@@ -249,10 +249,10 @@ def test_weights_are_zero_between_documents(family, layers):
     with torch.no_grad():
         weights = model(**packed((6, 8)), output_attentions=True, use_cache=False).attentions
         unpacked_logits = model(documents((8,))[0], output_attentions=True, use_cache=False).attentions
-    for layer, own in zip(weights, unpacked_logits, strict=True):
+    for layer, single in zip(weights, unpacked_logits, strict=True):
         assert not layer[:, :, :6, 6:].any()
         assert not layer[:, :, 6:, :6].any()
-        assert_close(layer[:, :, 6:, 6:], own)
+        assert_close(layer[:, :, 6:, 6:], single)
 
 
 def test_redrawing_counts_forward_passes():

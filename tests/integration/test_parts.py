@@ -134,8 +134,8 @@ def test_the_part_of_a_patched_model_saves_as_a_patched_model(case, tmp_path):
     loaded = saved_and_loaded(part, tmp_path, auto_class=type(part))
     assert config_fields(model.config.to_dict()) == before
     assert attentions(loaded) == attentions(part)
-    own, again = part.state_dict(), loaded.state_dict()
-    assert all(torch.equal(again[key], own[key]) for key in own)
+    saved, again = part.state_dict(), loaded.state_dict()
+    assert all(torch.equal(again[key], saved[key]) for key in saved)
     with pytest.raises(ValueError, match="This checkpoint runs linear attention"):
         make().get_submodule(path).__class__.from_pretrained(tmp_path, attn_implementation="sdpa")
 
@@ -255,7 +255,7 @@ def test_another_model_of_the_same_config_stays_exact():
     assert not hasattr(other.config, "linear_attention")
 
 
-def test_positions_that_share_their_limit_with_others_are_not_extended_alone():
+def test_positions_that_share_their_limit_with_others_are_not_extended():
     model, message = bart(), r"model\.decoder\.embed_positions.*extend_positions\(model"
     with pytest.raises(NotImplementedError, match=message):
         hla.patch_model(model.model.encoder, "elu", max_length=200)

@@ -196,4 +196,4 @@ def test_gradient_checkpointing_with_an_adapter_gives_the_same_gradients():
     base = gradients()
     made.enable_input_require_grads()
     made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert all(torch.allclose(own, other, rtol=1e-4, atol=1e-7) for own, other in zip(gradients(), base, strict=True))
+    assert all(torch.allclose(new, other, rtol=1e-4, atol=1e-7) for new, other in zip(gradients(), base, strict=True))

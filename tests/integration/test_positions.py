@@ -146,10 +146,10 @@ def test_tables_buffers_and_config(family):
     # As large as a model that is built for that length.
     twin = type(model)(model.config)
     for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
-        own = dict([*model.named_parameters(), *model.named_buffers()])[name]
-        assert own.shape == tensor.shape, name
+        extended = dict([*model.named_parameters(), *model.named_buffers()])[name]
+        assert extended.shape == tensor.shape, name
         if "_ids" in name:
-            assert torch.equal(own, tensor), name
+            assert torch.equal(extended, tensor), name
     for module in model.modules():
         assert getattr(module, "max_source_positions", LONG) == getattr(module, "max_target_positions", LONG) == LONG
 
@@ -435,7 +435,7 @@ def halves(base: float, size: int) -> list[float]:
         ("smollm3", {"no_rope_layers": [1, 0]}, [halves(2_000_000, 8), None]),
     ],
 )
-def test_frequencies_of_rotary_positions_are_found_from_keys(
+def test_rotary_frequencies_are_inferred_from_keys(
     architecture: str, config: dict[str, Any], expected: list[list[float] | None]
 ) -> None:
     keys: list[Tensor] = []

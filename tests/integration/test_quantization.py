@@ -63,11 +63,11 @@ def test_patched_then_quantized(name, family, kind):
     """The parts of linear attention stay as they are: none of them is an `nn.Linear`."""
     model = patched(name, family)
     quantized = quantize_in_memory(kind, copy.deepcopy(model))
-    own, left = (
+    expected, left = (
         {name: part for name, part in m.state_dict().items() if "linear_attention" in name} for m in (model, quantized)
     )
-    assert list(own) == list(left)
-    assert all(torch.equal(own[name], left[name]) for name in own)
+    assert list(expected) == list(left)
+    assert all(torch.equal(expected[name], left[name]) for name in expected)
     assert 0 < difference(quantized, model) < TOLERANCE
     if family.causal and kind == "WeightOnly":  # The others round each input by its largest number.
         cache = quantized(token_ids()[:, :9], use_cache=True).past_key_values
@@ -92,8 +92,8 @@ def test_quantized_then_patched_saved_and_unpatched(kind, family, tmp_path):
     model = AUTO[family].from_pretrained(tmp_path / "exact", quantization_config=config)
     before = logits(model, token_ids())
     hla.patch_model(model, "window", window_size=4)
-    own = [weight for name, weight in model.named_parameters() if "linear_attention" in name]
-    assert {weight.dtype for weight in own} == {torch.float32}
+    weights = [weight for name, weight in model.named_parameters() if "linear_attention" in name]
+    assert {weight.dtype for weight in weights} == {torch.float32}
     model.save_pretrained(tmp_path / "patched")
     expected = logits(model, token_ids())
     assert torch.equal(logits(hla.load_pretrained(str(tmp_path / "patched")), token_ids()), expected)

@@ -49,8 +49,8 @@ def test_padding_takes_no_positions(architecture):
         inputs["token_type_ids"] = torch.zeros_like(ids)
     logits(model, **inputs)
     hla.patch_model(model, "hedgehog")
-    alone = {name: tensor[:, :limit] for name, tensor in inputs.items()}
-    assert_close(logits(model, **inputs)[:, :limit], logits(model, **alone))
+    short = {name: tensor[:, :limit] for name, tensor in inputs.items()}
+    assert_close(logits(model, **inputs)[:, :limit], logits(model, **short))
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt"])

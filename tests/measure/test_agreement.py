@@ -30,8 +30,8 @@ def test_continuations_are_compared_token_by_token() -> None:
     prompts = [torch.randint(4, VOCABULARY, (size,), generator=generator).tolist() for size in (9, 20, 33, 40)]
     agreement = hla.measure_agreement(model, exact, prompts, new_tokens=8)
     for prompt, row in zip(prompts, agreement.table.itertuples(), strict=True):
-        own, expected = (continuation(one, prompt, 8) for one in (model, exact))
-        equal = [one == other for one, other in zip(own, expected, strict=True)]
+        generated, expected = (continuation(one, prompt, 8) for one in (model, exact))
+        equal = [one == other for one, other in zip(generated, expected, strict=True)]
         assert row.common == (equal.index(False) if False in equal else 8)
         assert row.equal == pytest.approx(sum(equal) / 8)
         assert row.same == all(equal)

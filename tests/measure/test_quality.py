@@ -186,7 +186,7 @@ def test_cosine_to_the_exact_embeddings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "exact", "floor", "options", "expected"),
+    ("score", "exact", "floor", "options", "expected"),
     [
         # valid, worse, below_floor, chance
         (6.0, 5.0, 9.0, {}, (True, True, False, False)),
@@ -202,10 +202,10 @@ def test_cosine_to_the_exact_embeddings() -> None:
     ],
 )
 def test_a_score_is_compared_with_the_exact_model_and_then_with_no_attention(
-    own: float | None, exact: float, floor: float | None, options: dict[str, float], expected: tuple[bool, ...]
+    score: float | None, exact: float, floor: float | None, options: dict[str, float], expected: tuple[bool, ...]
 ) -> None:
-    assert astuple(assess(own, exact, floor, higher_is_better=False, **options)) == expected
-    negative = [None if one is None else -one for one in (own, exact, floor)]
+    assert astuple(assess(score, exact, floor, higher_is_better=False, **options)) == expected
+    negative = [None if one is None else -one for one in (score, exact, floor)]
     assert astuple(assess(*negative, higher_is_better=True, **options)) == expected
 
 

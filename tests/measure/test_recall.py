@@ -75,8 +75,8 @@ class Oracle(nn.Module):
     def answer(text: str) -> str:
         if "?" not in text and "Question" not in text:  # pairs of characters
             return (text + "?")[text.find(text[-1]) + 1]
-        if asked := re.search(r"assigned the value (\d+) in the text above", text):
-            known, body = {asked[1]}, text[: asked.start()]
+        if requested := re.search(r"assigned the value (\d+) in the text above", text):
+            known, body = {requested[1]}, text[: requested.start()]
             for name, value in re.findall(r"VAR (\w{5}) = (?:VAR )?(\w+)", body):
                 known |= {name} if value in known else set()
             return " ".join(known)

@@ -159,11 +159,11 @@ def test_bytes_of_a_state_are_those_that_the_mechanism_states(name: str) -> None
 def test_prefill_in_pieces_is_one_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_linear_attn.measure.speed.PREFILL_CHUNK", 7)
     model = tiny_model(kind).eval()
-    whole = DynamicCache()
+    full = DynamicCache()
     with torch.no_grad():
-        model.base_model(torch.tensor([TOKENS]), past_key_values=whole, use_cache=True)
+        model.base_model(torch.tensor([TOKENS]), past_key_values=full, use_cache=True)
     pieces = fill_cache(model, TOKENS, len(TOKENS))
-    torch.testing.assert_close(pieces.layers[-1].keys, whole.layers[-1].keys, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(pieces.layers[-1].keys, full.layers[-1].keys, rtol=1e-4, atol=1e-5)
 
 
 def test_decoding() -> None:

@@ -104,8 +104,8 @@ def check_gradients(module: Any, definition: Definition, length: int, mask: Tens
     expected = gradients(
         precise, lambda *x: by_rows(definition, precise, *x, mask=mask), [x.double().requires_grad_() for x in inputs]
     )
-    for own, true in zip(actual, expected, strict=True):
-        assert_close(own, true, factor=GRADIENT_FACTOR)
+    for computed, reference in zip(actual, expected, strict=True):
+        assert_close(computed, reference, factor=GRADIENT_FACTOR)
 
 
 @torch.no_grad()
@@ -144,10 +144,10 @@ def check_pieces(module: Any, sizes: list[int]) -> Any:
     """Any split of a left-padded batch equals the whole; returns the last state."""
     total = sum(sizes)
     inputs, mask = qkv(total), padding_mask([total, total // 3], total, "left")
-    whole, after = run(module, *inputs, mask=mask)
+    full, after = run(module, *inputs, mask=mask)
     out, state = in_pieces(partial(run, module), inputs, mask, sizes)
-    real = mask[:, None, :, None].expand(whole.shape)
-    assert_close(out[real], whole[real])
+    real = mask[:, None, :, None].expand(full.shape)
+    assert_close(out[real], full[real])
     assert set(state) == set(after)
     for name, tensor in after.items():
         assert_close(state[name], tensor)

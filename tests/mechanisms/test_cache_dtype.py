@@ -55,7 +55,7 @@ def on_the_grid(inputs: list[Tensor]) -> list[Tensor]:
 
 
 def run(
-    module: Any, inputs: list[Tensor], pieces: list[int], mask: Tensor | None = None, in_place: bool = True
+    module: Any, inputs: list[Tensor], pieces: list[int], mask: Tensor | None = None, inplace: bool = True
 ) -> tuple[Tensor, Any]:
     """The outputs of a sequence in pieces, and the last state; steps write over the state before them."""
     state, outputs, start = None, [], 0
@@ -64,7 +64,7 @@ def run(
         tokens = [x[:, :, now] for x in inputs]
         part = None if mask is None else mask[:, now]
         out, state = module(AttentionInputs(*tokens, SCALING, True, part, state, return_state=True))
-        if in_place and not isinstance(state, InPlaceState):
+        if inplace and not isinstance(state, InPlaceState):
             state = InPlaceState(state)
         outputs.append(out)
         start += size
@@ -90,13 +90,13 @@ def window_definition(module: Any, inputs: list[Tensor], pieces: list[int]) -> T
     for row in range(query.shape[2]):
         near_key, near_value = (versions(x, pieces, row, row) for x in (key, value))
         far_key, far_value = (versions(x, pieces, row, options.window_size) for x in (key, value))
-        own = query[:, :, row : row + 1]
+        one = query[:, :, row : row + 1]
         inside = torch.arange(row + 1) > row - options.window_size
         inside = inside | (torch.arange(row + 1) < options.sink_tokens)
-        exact = own @ naive.repeat_heads(near_key, heads).mT * SCALING
+        exact = one @ naive.repeat_heads(near_key, heads).mT * SCALING
         exact = (exact - exact[..., inside].amax(dim=-1, keepdim=True)).exp()
-        phi_q, phi_k = module.feature_map.query(own, SCALING).values, module.feature_map.key(far_key, SCALING).values
-        mix = module.log_mix.view(-1, 1) + SCALING**0.5 * (own * module.mix_weight.unsqueeze(1)).sum(-1)
+        phi_q, phi_k = module.feature_map.query(one, SCALING).values, module.feature_map.key(far_key, SCALING).values
+        mix = module.log_mix.view(-1, 1) + SCALING**0.5 * (one * module.mix_weight.unsqueeze(1)).sum(-1)
         linear = phi_q @ naive.repeat_heads(phi_k, heads).mT * mix.unsqueeze(-1).exp()
         both = torch.cat([exact[..., inside], linear[..., ~inside]], dim=-1)
         seen = torch.cat([near_value[:, :, inside], far_value[:, :, ~inside]], dim=2)
@@ -169,16 +169,16 @@ def test_tokens_that_lose_nothing_are_as_without_int8(
         inputs = [x.masked_fill(~mask[:, None, :, None], float("nan")) for x in inputs]
     with hla.use_backend(backend):
         out, state = run(build(**CASES[case]), inputs, pieces, mask)
-    expected, state_before = run(build(**CASES[case], cache_dtype="auto"), inputs, pieces, mask, in_place=False)
+    expected, state_before = run(build(**CASES[case], cache_dtype="auto"), inputs, pieces, mask, inplace=False)
     real = slice(None) if mask is None else mask[:, None, :, None].expand(out.shape)
     assert_close(out[real], expected[real])
     for name, tensor in state_before.items():
-        own = to_dtype(state[name], tensor.dtype)
+        stored = to_dtype(state[name], tensor.dtype)
         if name.startswith("ring") and tensor.dim() == 4:  # which may hold anything where there is no token
-            own, tensor = (
-                x * state_before["ring_mask"][:, None, :, None] for x in (own.nan_to_num(), tensor.nan_to_num())
+            stored, tensor = (
+                x * state_before["ring_mask"][:, None, :, None] for x in (stored.nan_to_num(), tensor.nan_to_num())
             )
-        assert_close(own, tensor)
+        assert_close(stored, tensor)
 
 
 @pytest.mark.parametrize("case", ["window", "mixture"])  # What a store holds may be another choice.
@@ -235,7 +235,7 @@ def test_gradients_through_a_carried_state_are_as_without_int8(case: str) -> Non
     for cache_dtype in ("int8", "auto"):
         module = build(**CASES[case], cache_dtype=cache_dtype).requires_grad_()
         leaves = [x.clone().requires_grad_() for x in inputs]
-        out, state = run(module, leaves, [30, 20, 10], in_place=False)
+        out, state = run(module, leaves, [30, 20, 10], inplace=False)
         assert all(x.dtype is not torch.int8 for x in state.values())
         gradients.append(torch.autograd.grad(out.square().sum(), [*leaves, *module.parameters()]))
     assert all(map(torch.equal, *gradients))

@@ -47,8 +47,8 @@ def test_single_precision_matches_double_in_outputs_and_gradients(name, causal):
 
     actual = compute(single, inputs)
     expected = compute(single.double(), [x.double() for x in inputs])
-    for own, true in zip(actual, expected, strict=True):
-        assert_close(own, true, factor=10)
+    for computed, reference in zip(actual, expected, strict=True):
+        assert_close(computed, reference, factor=10)
 
 
 @every_direction()
@@ -198,10 +198,10 @@ def test_any_split_equals_the_whole(name, splits, padding, repeats):
     length = sum(splits)
     module, inputs = mechanism(name, True, heads=2 * repeats), qkv(length, heads=2 * repeats)
     mask = padding_mask([length, max(length - padding, 1)], length, "left")
-    whole, _ = run(module, *inputs, causal=True, mask=mask)
+    full, _ = run(module, *inputs, causal=True, mask=mask)
     out, _ = in_pieces(partial(run, module, causal=True, return_state=True), inputs, mask, splits)
     real = mask[:, None].expand(-1, 2 * repeats, -1)
-    assert_close(out[real], whole[real])
+    assert_close(out[real], full[real])
 
 
 @every_mechanism(causal=True)
@@ -211,14 +211,14 @@ def test_any_split_equals_the_whole(name, splits, padding, repeats):
 def test_states_can_be_reordered_selected_and_repeated(name, rows, first):
     module, inputs, order = mechanism(name, True), qkv(21, batch=3), torch.tensor(rows)
     mask = padding_mask([21, 14, 18], 21, "left")
-    whole, _ = run(module, *inputs, causal=True, mask=mask)
+    full, _ = run(module, *inputs, causal=True, mask=mask)
     head = [x[:, :, :first] for x in inputs]
     _, state = run(module, *head, causal=True, mask=mask[:, :first], return_state=True)
     picked = {key: tensor.index_select(0, order) for key, tensor in state.items()}
     tail = [x[order][:, :, first:] for x in inputs]
     out, _ = run(module, *tail, causal=True, mask=mask[order][:, first:], state=picked, return_state=True)
     real = mask[order][:, None, first:].expand(-1, 4, -1)
-    assert_close(out[real], whole[order][:, :, first:][real])
+    assert_close(out[real], full[order][:, :, first:][real])
 
 
 @every_mechanism(causal=True)

@@ -75,8 +75,8 @@ def test_gradients_equal_those_of_the_definition(heads, groups, dim, value_dim, 
 
     fast = gradients(lambda *x: run(module, *x, causal=causal)[0], [x.clone().requires_grad_() for x in inputs])
     slow = gradients(lambda *x: definition(*x, causal=causal), [x.double().requires_grad_() for x in inputs])
-    for own, true in zip(fast, slow, strict=True):
-        assert_close(own, true, factor=GRADIENT_FACTOR)
+    for computed, reference in zip(fast, slow, strict=True):
+        assert_close(computed, reference, factor=GRADIENT_FACTOR)
 
 
 @DIRECTIONS
@@ -90,9 +90,9 @@ def test_gradcheck(causal):
 @pytest.mark.parametrize("sizes", [[1] * 20, [7, 13], [19, 1], [0, 20]])
 def test_split_and_resume_with_left_padding(sizes):
     inputs, mask, module = qkv(20), padding_mask([20, 6], 20, "left"), build()
-    whole, after = run(module, *inputs, causal=True, mask=mask)
+    full, after = run(module, *inputs, causal=True, mask=mask)
     out, state = in_pieces(partial(run, module, causal=True), inputs, mask, sizes)
-    assert_close(out, whole)
+    assert_close(out, full)
     assert state["count"].tolist() == [20, 6]
     assert set(state) == set(after) == {"kv", "k_sum", "count"}
     assert sum(tensor[0].nbytes for tensor in state.values()) == module.state_bytes()

@@ -97,12 +97,12 @@ def test_decoding_with_growing_keys_equals_the_parallel_form():
     q, k, v = qkv(60)
     k = k * torch.logspace(-1, 3, 60)[:, None]
     module, state, steps = build(True), None, []
-    whole, _ = checks.run(module, q, k, v)
+    full, _ = checks.run(module, q, k, v)
     for t in range(60):
         now = slice(t, t + 1)
         out, state = checks.run(module, q[:, :, now], k[:, :, now], v[:, :, now], state=state)
         steps.append(out)
-    assert_close(torch.cat(steps, dim=2), whole)
+    assert_close(torch.cat(steps, dim=2), full)
 
 
 @DIRECTIONS
@@ -112,9 +112,9 @@ def test_weights(causal):
 
 def test_weights_in_blocks_of_rows(monkeypatch):
     inputs = AttentionInputs(*qkv(23), scaling=0.4, causal=True)
-    whole = build(True).attention_weights(inputs)
+    full = build(True).attention_weights(inputs)
     monkeypatch.setattr(ops, "DENSE_ELEMENTS", 1)
-    assert_close(build(True).attention_weights(inputs), whole)
+    assert_close(build(True).attention_weights(inputs), full)
 
 
 def test_packed_documents_equal_the_documents():

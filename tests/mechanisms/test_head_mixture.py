@@ -87,11 +87,11 @@ def test_gradients_and_padding_of_every_mechanism(name: str, causal: bool) -> No
         expected[row, :, mask[row]] = part[0]
     assert_close(out[real], expected[real])
     true = torch.autograd.grad(expected[real].square().sum(), [*doubled, *precise.parameters()])
-    for own, other in zip(gradients[:3], true[:3], strict=True):
-        rows = mask[:, None, :, None].expand(own.shape)
-        assert_close(own[rows], other[rows], factor=10)
-    for own, other in zip(gradients[3:], true[3:], strict=True):
-        assert_close(own, other, factor=10)
+    for computed, other in zip(gradients[:3], true[:3], strict=True):
+        rows = mask[:, None, :, None].expand(computed.shape)
+        assert_close(computed[rows], other[rows], factor=10)
+    for computed, other in zip(gradients[3:], true[3:], strict=True):
+        assert_close(computed, other, factor=10)
 
 
 @pytest.mark.parametrize("name", ["window", "hedgehog", "linformer-causal", "gla"])
@@ -100,14 +100,14 @@ def test_any_split_equals_the_whole_and_only_exact_heads_grow(name: str) -> None
     q, k, v = inputs(41)
     mask = torch.ones(2, 41, dtype=torch.bool)
     mask[1, :13] = False
-    whole, _ = module(AttentionInputs(q, k, v, checks.SCALING, True, mask))
+    full, _ = module(AttentionInputs(q, k, v, checks.SCALING, True, mask))
 
     def call(*new: Tensor, mask: Any, state: Any) -> Any:
         return module(AttentionInputs(*new, checks.SCALING, True, mask, state, return_state=True))
 
     out, state = in_pieces(call, (q, k, v), mask, (5, 17, 1, 1, 17))
-    real = mask[:, None, :, None].expand(whole.shape)
-    assert_close(out[real], whole[real])
+    real = mask[:, None, :, None].expand(full.shape)
+    assert_close(out[real], full[real])
     assert state is not None
     assert state["exact_key"].shape == state["exact_value"].shape == (2, 1, 41, DIM)
     for tensor in (state["exact_key"], state["exact_value"]):
@@ -132,7 +132,7 @@ def test_a_mask_may_begin_after_a_state_without_one() -> None:
     module, (q, k, v) = mixture("elu", True), inputs(12)
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1, 9:] = False  # right padding, in the second piece only
-    whole, _ = module(AttentionInputs(q, k, v, checks.SCALING, True, mask))
+    full, _ = module(AttentionInputs(q, k, v, checks.SCALING, True, mask))
     first = AttentionInputs(*(x[:, :, :6] for x in (q, k, v)), checks.SCALING, True, return_state=True)
     _, state = module(first)
     second = AttentionInputs(
@@ -140,7 +140,7 @@ def test_a_mask_may_begin_after_a_state_without_one() -> None:
     )
     out, _ = module(second)
     real = mask[:, None, 6:, None].expand(out.shape)
-    assert_close(out[real], whole[:, :, 6:][real])
+    assert_close(out[real], full[:, :, 6:][real])
 
 
 @every_direction()

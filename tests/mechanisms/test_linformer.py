@@ -48,8 +48,8 @@ def definition(module, q, k, v, causal):
     if not length:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     project_key = fitted(module.project_key, options, length, q)
-    own = module.project_value if options.sharing != "kv" else module.project_key
-    return naive.linformer_attention(q, k, v, project_key, fitted(own, options, length, q), checks.SCALING)
+    projection = module.project_value if options.sharing != "kv" else module.project_key
+    return naive.linformer_attention(q, k, v, project_key, fitted(projection, options, length, q), checks.SCALING)
 
 
 @EVERY_FORM

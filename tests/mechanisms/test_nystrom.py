@@ -120,10 +120,10 @@ def test_weights(options):
 
 
 def test_blocks_of_queries(monkeypatch):
-    whole, _ = checks.run(build(), *qkv(300))
+    full, _ = checks.run(build(), *qkv(300))
     monkeypatch.setattr(common, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(common, "BLOCK_QUANTUM", 16)
-    assert_close(checks.run(build(), *qkv(300))[0], whole)
+    assert_close(checks.run(build(), *qkv(300))[0], full)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

@@ -45,13 +45,13 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "by token":  # as a projection leaves them: [B, L, H, d] with two axes swapped
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "part of a larger one":  # as a fused projection of q, k and v leaves them
-        whole = torch.full((batch, heads, length, 3 * width), float("nan"), dtype=x.dtype)
-        whole[..., width : 2 * width] = x
-        return whole[..., width : 2 * width]
+        full = torch.full((batch, heads, length, 3 * width), float("nan"), dtype=x.dtype)
+        full[..., width : 2 * width] = x
+        return full[..., width : 2 * width]
     if layout == "every other token":
-        whole = torch.full((batch, heads, 2 * length, width), float("nan"), dtype=x.dtype)
-        whole[:, :, ::2] = x
-        return whole[:, :, ::2]
+        full = torch.full((batch, heads, 2 * length, width), float("nan"), dtype=x.dtype)
+        full[:, :, ::2] = x
+        return full[:, :, ::2]
     return x.contiguous()
 
 

@@ -66,13 +66,13 @@ def test_the_output_is_that_of_the_weights(causal, backend):
 def test_steps_are_the_parallel_form(backend):
     built, (query, key, value) = build(True, saturation=6), inputs()
     with torch.no_grad(), use_backend(backend):
-        whole, _ = built(AttentionInputs(query, key, value, scaling=SCALING, causal=True))
+        full, _ = built(AttentionInputs(query, key, value, scaling=SCALING, causal=True))
         parts, state = [], None
         for part in (slice(30), *(slice(position, position + 1) for position in range(30, 40))):
             tensors = (x[:, :, part] for x in (query, key, value))
             out, state = built(AttentionInputs(*tensors, scaling=SCALING, causal=True, state=state, return_state=True))
             parts.append(out)
-    assert torch.allclose(torch.cat(parts, dim=2), whole, atol=2e-5)
+    assert torch.allclose(torch.cat(parts, dim=2), full, atol=2e-5)
 
 
 @BOTH

@@ -110,11 +110,11 @@ def test_few_tokens_of_an_encoder_have_the_gradients_of_exact_attention(backend,
         else:
             out, _ = attend(module, inputs, False, mask, backend)
         grads.append(torch.autograd.grad(weighted_sum(out[1, :, :tokens]), inputs))
-    for own, true in zip(*grads, strict=True):
-        if true.abs().max() < 1e-9:  # of the query and key of a single token
-            assert own.abs().max() < 1e-5
+    for computed, reference in zip(*grads, strict=True):
+        if reference.abs().max() < 1e-9:  # of the query and key of a single token
+            assert computed.abs().max() < 1e-5
         else:
-            assert_close(own, true, factor=10)
+            assert_close(computed, reference, factor=10)
 
 
 @BACKENDS
@@ -126,14 +126,14 @@ def test_steps_from_the_first_token_on_equal_the_whole(saturation, first, value_
     """Sinks come in after a state too, and leave the window one by one."""
     module = build(True, saturation=saturation, value_dim=value_dim)
     inputs = qkv(16, value_dim=value_dim)
-    whole, end = attend(module, inputs, True, return_state=True)
+    full, end = attend(module, inputs, True, return_state=True)
     cuts = [0, first, *range(first + 1, 17)]
     parts, state = [], None
     for start, stop in itertools.pairwise(cuts):
         new = [x[:, :, start:stop] for x in inputs]
         out, state = attend(module, new, True, None, backend, state=state, return_state=True)
         parts.append(out)
-    assert_close(torch.cat(parts, dim=2), whole)
+    assert_close(torch.cat(parts, dim=2), full)
     assert state.keys() == end.keys()
     for name in ("sink_key", "sink_value", "count"):
         assert torch.equal(state[name], end[name])
@@ -176,11 +176,11 @@ def test_the_sinks_of_a_mask_for_every_query_are_those_of_its_document():
 @torch.no_grad()
 def test_a_decoder_keeps_its_sinks_in_the_cache():
     model, ids = patched("window", LLAMA, sink_tokens=3), token_ids(2, 40)
-    whole = logits(model, ids)
-    assert (whole - logits(patched("window", LLAMA, sink_tokens=0), ids)).abs().max() > 1e-2
+    full = logits(model, ids)
+    assert (full - logits(patched("window", LLAMA, sink_tokens=0), ids)).abs().max() > 1e-2
     cache = DynamicCache(config=model.config)
     parts = [logits(model, ids[:, start : start + 8], past_key_values=cache) for start in range(0, 40, 8)]
-    assert_close(torch.cat(parts, dim=1), whole)
+    assert_close(torch.cat(parts, dim=1), full)
     assert cache.layers[0].state["sink_key"].shape == (2, 2, 3, 8)
 
 

@@ -36,12 +36,12 @@ def stored_keys(module, key, value):
     options, length = module.options, key.shape[2]
     features = phi(module.feature_map.key, key)[0].detach()
     is_stored = torch.zeros(key.shape[1], length, length, dtype=torch.bool)
-    for group, (own, values) in enumerate(zip(features, value[0].detach(), strict=True)):
+    for group, (computed, values) in enumerate(zip(features, value[0].detach(), strict=True)):
         errors = {}
         for query in range(length):
             leaving = query - options.window_size
             if leaving >= options.sink_tokens:
-                weights = own[options.sink_tokens : leaving + 1] @ own[leaving]
+                weights = computed[options.sink_tokens : leaving + 1] @ computed[leaving]
                 recalled = weights @ values[options.sink_tokens : leaving + 1] / weights.sum()
                 error, size = (recalled - values[leaving]).norm().item(), values[leaving].norm().item()
                 errors[leaving] = error if error > 1e-5 * size else 0.0
@@ -52,11 +52,11 @@ def stored_keys(module, key, value):
 
 def key_features(module, k, carried):
     """Features of keys; `carried` is a copy of the module, and how many of the first keys have its features."""
-    own = phi(module.feature_map.key, k)[0]
+    features = phi(module.feature_map.key, k)[0]
     if carried is None:
-        return own
+        return features
     before, count = carried
-    return torch.cat([phi(before.feature_map.key, k[:, :, :count])[0].detach(), own[:, count:]], dim=1)
+    return torch.cat([phi(before.feature_map.key, k[:, :, :count])[0].detach(), features[:, count:]], dim=1)
 
 
 def definition(module, q, k, v, causal, carried=None):
@@ -155,12 +155,12 @@ def test_steps_of_the_kernel_equal_the_whole(feature_map, dtype, window_size, si
     module = build(feature_map, value_dim=16, **sizes)
     inputs, mask = [x.to(dtype) for x in qkv(120, value_dim=16)], torch.ones(2, 120, dtype=torch.bool)
     mask[1, 30:40] = mask[1, :5] = False
-    whole, after = checks.run(module, *inputs, mask=mask)
+    full, after = checks.run(module, *inputs, mask=mask)
     _, state = checks.run(module, *(x[:, :, :12] for x in inputs), mask=mask[:, :12])
     for token in range(12, 120):
         now = slice(token, token + 1)
         out, state = checks.run(module, *(x[:, :, now] for x in inputs), mask=mask[:, now], state=kind(state))
-        assert_close(out[mask[:, token]], whole[:, :, now][mask[:, token]], dtype, factor=5)
+        assert_close(out[mask[:, token]], full[:, :, now][mask[:, token]], dtype, factor=5)
     assert state.keys() == after.keys()
     for name, tensor in after.items():
         assert_close(state[name].double(), tensor.double(), dtype, factor=5)
@@ -252,8 +252,8 @@ def test_a_decoder_generates_from_its_cache(tmp_path):
     del inputs["position_ids"]
     for settings in ({}, {"num_beams": 3}):
         settings = {"max_new_tokens": 12, "do_sample": False, **settings}
-        cached, whole = (model.generate(**inputs, use_cache=cache, **settings) for cache in (True, False))
-        assert torch.equal(cached, whole)
+        cached, full = (model.generate(**inputs, use_cache=cache, **settings) for cache in (True, False))
+        assert torch.equal(cached, full)
     model.save_pretrained(tmp_path)
     loaded = hla.load_pretrained(tmp_path)
     assert loaded.config.linear_attention["layers"]["0"]["options"]["store_size"] == 3
@@ -263,9 +263,9 @@ def test_a_decoder_generates_from_its_cache(tmp_path):
 @torch.no_grad()
 def test_beside_exact_heads_and_in_pieces():
     model, ids = patched("window", LLAMA, store_size=3, exact_heads=[1]), token_ids(2, 40)
-    whole, cache = logits(model, ids), DynamicCache(config=model.config)
+    full, cache = logits(model, ids), DynamicCache(config=model.config)
     parts = [logits(model, ids[:, start : start + 8], past_key_values=cache) for start in range(0, 40, 8)]
-    assert_close(torch.cat(parts, dim=1), whole)
+    assert_close(torch.cat(parts, dim=1), full)
 
 
 @pytest.mark.slow

@@ -121,8 +121,8 @@ def test_the_strongest_decay_of_features_in_float32(monkeypatch):
 @pytest.mark.parametrize("pieces", [(1,) * 37, (2, 0, 30, 5), (0, 36, 1)])
 def test_split_and_resume(kind, pieces):
     case = Case(kind, 37, mask=padding_mask([37, 20], 37, "left"))
-    (whole, end), (parts, state) = case.fast(), case.fast(pieces)
-    assert_close(parts, whole, torch.float64)
+    (full, end), (parts, state) = case.fast(), case.fast(pieces)
+    assert_close(parts, full, torch.float64)
 
     def total(state):
         return state["kv"] * (state["log_scale"].exp()[..., None, None] if "log_scale" in state else 1.0)

@@ -95,8 +95,8 @@ def test_padding_neither_decays_nor_writes(padding, strength):
 @pytest.mark.parametrize("pieces", [(1,) * 37, (2, 0, 30, 5), (0, 36, 1)])
 def test_split_and_resume(pieces):
     case = Case(37, mask=padding_mask([37, 20], 37, "left"))
-    (whole, end), (parts, state) = case.fast(), case.fast(pieces)
-    assert_close(parts, whole, torch.float64)
+    (full, end), (parts, state) = case.fast(), case.fast(pieces)
+    assert_close(parts, full, torch.float64)
     for name, tensor in end.items():
         assert_close(state[name], tensor, torch.float64)
 

@@ -45,8 +45,8 @@ def test_reading_and_storing_again_changes_nothing(dtype: torch.dtype) -> None:
 def test_parts_of_a_tensor_are_read_where_no_float32_could_lie() -> None:
     rows = to_dtype(tokens(torch.float32, size=5), torch.int8)
     for part in (rows[1:, 1:, 2:], rows[:1, :1, 1:2], rows[:, :, :0], rows.transpose(0, 1)):
-        whole = to_dtype(part.contiguous().clone(), torch.float32)
-        assert torch.equal(to_dtype(part, torch.float32), whole)
+        full = to_dtype(part.contiguous().clone(), torch.float32)
+        assert torch.equal(to_dtype(part, torch.float32), full)
 
 
 def test_append() -> None:

@@ -83,8 +83,8 @@ def test_gradients_of_short_inputs_equal_those_of_the_definition(name, length):
             precise,
             [x.double() for x in inputs],
         )
-        for own, true in zip(actual, expected, strict=True):
-            assert_close(own, true, factor=GRADIENT_FACTOR)
+        for computed, reference in zip(actual, expected, strict=True):
+            assert_close(computed, reference, factor=GRADIENT_FACTOR)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
@@ -102,8 +102,8 @@ def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value
         lambda *x: definition_of(precise, *x, causal=causal, mask=mask), precise, [x.double() for x in inputs]
     )
     assert len(actual) == 3 + len(list(built.parameters()))
-    for own, true in zip(actual, expected, strict=True):
-        assert_close(own, true, factor=GRADIENT_FACTOR)
+    for computed, reference in zip(actual, expected, strict=True):
+        assert_close(computed, reference, factor=GRADIENT_FACTOR)
 
 
 def definition_of(precise, q, k, v, *, causal, mask):
@@ -200,9 +200,9 @@ def test_any_split_equals_the_whole(name, splits, groups, repeats, seed):
     length = sum(splits)
     inputs = qkv(length, heads=groups * repeats, groups=groups, seed=seed)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(seed)) < 0.8
-    whole, end = fast(built, *inputs, causal=True, mask=mask)
+    full, end = fast(built, *inputs, causal=True, mask=mask)
     split, state = in_pieces(partial(fast, built, causal=True), inputs, mask, splits)
-    assert_close(split, whole)
+    assert_close(split, full)
     for key, tensor in end.items():
         finite = tensor.clamp(min=-1e30)
         assert_close(state[key].clamp(min=-1e30), finite)

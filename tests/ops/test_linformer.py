@@ -37,7 +37,7 @@ def test_complete_segments_are_averaged():
 
 
 @given(slots=st.integers(1, 9), n=st.integers(1, 40), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3))
-def test_resampling_keeps_row_sums_at_any_length(slots, n, lengths):
+def test_resampling_preserves_row_totals_at_any_length(slots, n, lengths):
     projection = torch.randn(2, slots, n, generator=torch.Generator().manual_seed(n))
     mask = padding_mask(lengths, max(lengths), "right")
     fitted = ops.columns(projection, max(lengths), mask, resample=True)
@@ -85,8 +85,8 @@ def test_low_rank_gradients_equal_those_of_the_definition():
 
     actual = gradients(lambda q, k, v, e, f: ops.low_rank_attention(q, e @ k, f @ v, SCALING), leaves)
     expected = gradients(lambda *x: naive.linformer_attention(*x, SCALING), [x.double() for x in leaves])
-    for own, true in zip(actual, expected, strict=True):
-        assert_close(own, true, factor=GRADIENT_FACTOR)
+    for computed, reference in zip(actual, expected, strict=True):
+        assert_close(computed, reference, factor=GRADIENT_FACTOR)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def test_block_gradients_equal_those_of_the_definition():
 
     actual = gradients(lambda *x: blocks(*x)[0], leaves)
     expected = gradients(lambda *x: naive.linformer_causal_attention(*x, SCALING), [x.double() for x in leaves])
-    for own, true in zip(actual, expected, strict=True):
-        assert_close(own, true, factor=GRADIENT_FACTOR)
+    for computed, reference in zip(actual, expected, strict=True):
+        assert_close(computed, reference, factor=GRADIENT_FACTOR)
 
 
 def test_block_gradcheck():
@@ -142,10 +142,10 @@ def test_any_split_of_uneven_rows_equals_the_whole(splits, block, seed):
     inputs = qkv(length, batch=3, seed=seed)
     e, f = projections(min(2, block), block)
     mask = torch.rand(3, length, generator=torch.Generator().manual_seed(seed)) < 0.7
-    whole, _ = blocks(*inputs, e, f, mask=mask)
+    full, _ = blocks(*inputs, e, f, mask=mask)
     out, state = in_pieces(lambda *new, **more: blocks(*new, e, f, return_state=True, **more), inputs, mask, splits)
     shown = mask[:, None, :, None]
-    assert_close(out.masked_fill(~shown, 0.0), whole.masked_fill(~shown, 0.0))
+    assert_close(out.masked_fill(~shown, 0.0), full.masked_fill(~shown, 0.0))
     assert state["slot_count"].tolist() == [int(row.sum()) // block * min(2, block) for row in mask]
     assert state["open_count"].tolist() == [int(row.sum()) % block for row in mask]
 

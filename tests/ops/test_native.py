@@ -160,7 +160,7 @@ def test_resuming_from_a_state(name, cuts):
     query, key, value = inputs(shape)
     mask = masks(shape, "left")
     with torch.no_grad():
-        whole, last = NativeBackend().run(make_call(feature_map, query, key, value, True, mask, keep=True))
+        full, last = NativeBackend().run(make_call(feature_map, query, key, value, True, mask, keep=True))
         parts, state = [], None
         for start, stop in zip((0, *cuts), (*cuts, 150), strict=True):
             piece = slice(start, stop)
@@ -177,7 +177,7 @@ def test_resuming_from_a_state(name, cuts):
             )
             out, state = NativeBackend().run(call)
             parts.append(out)
-    assert_near(torch.cat(parts, dim=2), whole, 1e-4 if name in SCALED else 1e-5)
+    assert_near(torch.cat(parts, dim=2), full, 1e-4 if name in SCALED else 1e-5)
     assert state.keys() == last.keys()
     for entry in state:
         assert_near(state[entry], last[entry], 1e-4 if name in SCALED else 1e-5)
@@ -195,7 +195,7 @@ def test_token_by_token_is_the_whole(name, value_dim, heads, groups, dtype):
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0, :3] = mask[1, 5] = False
     with torch.no_grad():
-        whole, last = NativeBackend().run(make_call(feature_map, query, key, value, True, mask, keep=True))
+        full, last = NativeBackend().run(make_call(feature_map, query, key, value, True, mask, keep=True))
         state, parts = None, []
         for token in range(9):
             tensor = None if state is None else {name: tensor.clone() for name, tensor in state.items()}
@@ -208,7 +208,7 @@ def test_token_by_token_is_the_whole(name, value_dim, heads, groups, dtype):
             parts.append(out)
             if tensor is not None:  # the state that was given is the caller's
                 assert all(torch.equal(before[entry], tensor[entry]) for entry in tensor)
-    assert_near(torch.cat(parts, dim=2), whole, 1e-4 if dtype == torch.float32 else 1e-2)
+    assert_near(torch.cat(parts, dim=2), full, 1e-4 if dtype == torch.float32 else 1e-2)
     for entry in last:
         finite = last[entry].isfinite()
         assert torch.equal(finite, state[entry].isfinite())
@@ -223,11 +223,11 @@ def test_states_pass_between_backends(name):
     torch_backend = backends.TorchBackend()
     with torch.no_grad():
         first = make_call(feature_map, query[:, :, :60], key[:, :, :60], value[:, :, :60], True, keep=True)
-        whole, _ = torch_backend.run(make_call(feature_map, query, key, value, True))
+        full, _ = torch_backend.run(make_call(feature_map, query, key, value, True))
         for begin, resume in ((torch_backend, NativeBackend()), (NativeBackend(), torch_backend)):
             state = begin.run(first)[1]
             rest = make_call(feature_map, query[:, :, 60:], key[:, :, 60:], value[:, :, 60:], True, state=state)
-            assert_near(resume.run(rest)[0], whole[:, :, 60:], 1e-4)
+            assert_near(resume.run(rest)[0], full[:, :, 60:], 1e-4)
 
 
 @BOTH
@@ -260,8 +260,8 @@ def test_bfloat16_of_any_size(name, head_dim, value_dim, length, causal):
     doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
     expected = definition(make_call(feature_map.double(), *doubles, causal, scaling=scaling))
     assert_near(out, expected, 1e-2)
-    for own, exact in zip(actual, torch.autograd.grad(expected, doubles, direction), strict=True):
-        assert_near(own, exact, 4e-2)
+    for computed, exact in zip(actual, torch.autograd.grad(expected, doubles, direction), strict=True):
+        assert_near(computed, exact, 4e-2)
 
 
 @BOTH

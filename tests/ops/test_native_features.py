@@ -82,14 +82,14 @@ def test_resuming_from_a_state_of_either_backend(monkeypatch, make, value_dim, c
     monkeypatch.setattr(native_backend, "block_length", lambda *_: 32)
     shape = (2, 4, 2, 150)
     tensors, mask = inputs(shape, value_dim=value_dim), masks(shape, "left")
-    whole, last = NativeBackend().run(make(tensors, mask, None))
+    full, last = NativeBackend().run(make(tensors, mask, None))
     parts, state = [], None
     for index, (start, stop) in enumerate(zip((0, *cuts), (*cuts, 150), strict=True)):
         with backends.use_backend(("native", "torch")[index % 2]):
             pieces = [tensor[:, :, start:stop] for tensor in tensors]
             out, state = backends.attend(make(pieces, mask[:, start:stop], state))
         parts.append(out)
-    assert_near(torch.cat(parts, dim=2), whole)
+    assert_near(torch.cat(parts, dim=2), full)
     assert state.keys() == last.keys()
     for name in state:
         assert_near(state[name], last[name])

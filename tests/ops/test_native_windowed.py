@@ -125,10 +125,10 @@ def test_few_far_keys_and_rows_with_more_sinks_than_tokens(tokens, sinks):
         assert not any(gradient[row, :, count:].any() for gradient in actual)
         if not count:
             continue
-        own = [tensor[row : row + 1, :, :count].detach().double().requires_grad_() for tensor in tensors]
-        expected = definition(mechanism.double(), own, False, None)
+        row_tensors = [tensor[row : row + 1, :, :count].detach().double().requires_grad_() for tensor in tensors]
+        expected = definition(mechanism.double(), row_tensors, False, None)
         assert_near(out[row : row + 1, :, :count], expected)
-        for ours, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), own), strict=True):
+        for ours, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), row_tensors), strict=True):
             assert_near(ours[row : row + 1, :, :count], theirs, 1e-4)
 
 
@@ -140,7 +140,7 @@ def test_resuming_from_a_state(window, saturation, kind, cuts):
     mechanism = build(shape, window, "hedgehog", saturation=saturation)
     tensors, mask = inputs(shape), masks(shape, kind)
     with torch.no_grad():
-        whole, _ = attend("native", mechanism, tensors, True, mask)
+        full, _ = attend("native", mechanism, tensors, True, mask)
         parts, state = [], None
         for number, (start, stop) in enumerate(zip((0, *cuts), (*cuts, 150), strict=True)):
             pieces = [tensor[:, :, start:stop] for tensor in tensors]
@@ -148,7 +148,7 @@ def test_resuming_from_a_state(window, saturation, kind, cuts):
             backend = ("native", "torch")[number % 2]  # states pass between the two
             out, state = attend(backend, mechanism, pieces, True, part, state=state, return_state=True)
             parts.append(out)
-    assert_near(torch.cat(parts, dim=2), whole)
+    assert_near(torch.cat(parts, dim=2), full)
 
 
 @BOTH
@@ -179,8 +179,8 @@ def test_bfloat16_of_any_size(head_dim, value_dim, length, window, causal):
     doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
     expected = definition(mechanism.double(), doubles, causal, None)
     assert_near(out, expected, 1e-2)
-    for own, exact in zip(actual, torch.autograd.grad(expected, doubles, direction), strict=True):
-        assert_near(own, exact, 4e-2)
+    for computed, exact in zip(actual, torch.autograd.grad(expected, doubles, direction), strict=True):
+        assert_near(computed, exact, 4e-2)
 
 
 @BOTH
@@ -261,7 +261,7 @@ def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation,
     mechanism = build(shape, window, feature_map, value_dim=value_dim, saturation=saturation)
     tensors, mask = inputs(shape, 9, value_dim, dtype), masks(shape, "left")
     with torch.no_grad():
-        whole, last = attend("torch", mechanism, tensors, True, mask, return_state=True)
+        full, last = attend("torch", mechanism, tensors, True, mask, return_state=True)
         _, state = attend(
             "auto", mechanism, [tensor[:, :, :18] for tensor in tensors], True, mask[:, :18], return_state=True
         )
@@ -275,7 +275,7 @@ def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation,
             out, state = attend(backend, mechanism, pieces, True, part, state=state, return_state=True)
             parts.append(out)
             assert all(torch.equal(before[name], copied[name]) for name in copied)
-    assert_near(torch.cat(parts, dim=2), whole[:, :, 18:], 2e-5 if dtype == torch.float32 else 1e-2)
+    assert_near(torch.cat(parts, dim=2), full[:, :, 18:], 2e-5 if dtype == torch.float32 else 1e-2)
     assert state.keys() == last.keys()
     for name in last:
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -388,8 +388,8 @@ def test_the_rest_of_a_batch_changes_a_row_by_rounding_only(dtype, limit, causal
         mask = torch.ones(rows, length, dtype=torch.bool)
         mask[0, real:] = False
         together = attend("native", mechanism, tensors, causal, mask)[0][:1, :, :real].double()
-        alone = attend("native", mechanism, [x[:1, :, :real] for x in tensors], causal)[0].double()
-        assert float((together - alone).abs().max() / alone.abs().max()) <= limit
+        single = attend("native", mechanism, [x[:1, :, :real] for x in tensors], causal)[0].double()
+        assert float((together - single).abs().max() / single.abs().max()) <= limit
 
 
 @BOTH
@@ -408,9 +408,9 @@ def test_queries_with_a_log_scale(shape, window, size, causal):
     if not causal:
         return
     with torch.no_grad():
-        whole = definition(mechanism, [x.double() for x in tensors], True, None)
+        full = definition(mechanism, [x.double() for x in tensors], True, None)
         out, state = attend("native", mechanism, [x[:, :, :-3] for x in tensors], True, return_state=True)
         for token in range(shape[3] - 3, shape[3]):
             now = [x[:, :, token : token + 1] for x in tensors]
             out, state = attend("native", mechanism, now, True, state=state, return_state=True)
-            assert_near(out, whole[:, :, token : token + 1], 2e-5)
+            assert_near(out, full[:, :, token : token + 1], 2e-5)

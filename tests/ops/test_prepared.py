@@ -70,23 +70,23 @@ class Decoder:
     def __init__(self, case: str, dtype: torch.dtype = torch.float32, rows: int = 2) -> None:
         self.module, self.dtype, self.rows, self.number = build(case).to(dtype), dtype, rows, 0
         _, state = step(self.module, tokens(7, dtype, rows), None)
-        self.own, self.copied = InPlaceState({name: x.clone() for name, x in state.items()}), state
+        self.inplace, self.copied = InPlaceState({name: x.clone() for name, x in state.items()}), state
 
     def steps(self, count: int, mask: torch.Tensor | None = None) -> None:
         for _ in range(count):
             self.number += 1
             token = tokens(1, self.dtype, self.rows, self.number)
-            out, own = step(self.module, token, self.own, mask)
+            out, inplace = step(self.module, token, self.inplace, mask)
             expected, self.copied = step(self.module, token, dict(self.copied), mask)
             torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[self.dtype] * float(expected.abs().max()))
             for name, tensor in self.copied.items():
                 scale = max(float(tensor.float().abs().max()), 1e-6)
-                torch.testing.assert_close(own[name], tensor, rtol=0, atol=TOLERANCE[self.dtype] * scale)
-            self.own = own if isinstance(own, InPlaceState) else InPlaceState(own)
+                torch.testing.assert_close(inplace[name], tensor, rtol=0, atol=TOLERANCE[self.dtype] * scale)
+            self.inplace = inplace if isinstance(inplace, InPlaceState) else InPlaceState(inplace)
 
     @property
     def is_prepared(self) -> bool:
-        return self.own.prepared is not None
+        return self.inplace.prepared is not None
 
 
 @pytest.fixture(autouse=True)
@@ -196,30 +196,30 @@ def test_padding_may_come_and_go() -> None:
 def test_another_number_of_rows_is_not_computed_by_the_prepared_step() -> None:
     decoder = Decoder("window", rows=3)
     decoder.steps(3)
-    state, prepared = decoder.own, decoder.own.prepared
+    state, prepared = decoder.inplace, decoder.inplace.prepared
     inputs = AttentionInputs(*tokens(1, rows=2), 0.2, True, None, state, return_state=True)
     assert not prepared.matches(decoder.module, inputs)
-    whole = replace(inputs, **dict(zip(("query", "key", "value"), tokens(1, rows=3), strict=True)))
-    assert prepared.matches(decoder.module, whole)
+    full = replace(inputs, **dict(zip(("query", "key", "value"), tokens(1, rows=3), strict=True)))
+    assert prepared.matches(decoder.module, full)
     for change in (
         {"scaling": 0.3},
-        {"query": whole.query.double()},
-        {"key": whole.key.to(torch.bfloat16)},
+        {"query": full.query.double()},
+        {"key": full.key.to(torch.bfloat16)},
         {"value": torch.randn(3, 3, 1, 64)[..., ::2]},
         {"mask": torch.ones(2, 1, dtype=torch.bool)},
         {"mask": torch.ones(3, 1)},
         {"mask": torch.ones(3, 1, 1, 1, dtype=torch.bool)},
         {"return_state": False},
     ):
-        assert not prepared.matches(decoder.module, replace(whole, **change)), change
+        assert not prepared.matches(decoder.module, replace(full, **change)), change
     with torch.enable_grad():
-        assert not prepared.matches(decoder.module, whole)
+        assert not prepared.matches(decoder.module, full)
 
 
 def test_copies_of_a_state_are_dicts_of_its_size() -> None:
     decoder = Decoder("window")
     decoder.steps(3)
-    for copied in (copy.deepcopy(decoder.own), pickle.loads(pickle.dumps(decoder.own))):
+    for copied in (copy.deepcopy(decoder.inplace), pickle.loads(pickle.dumps(decoder.inplace))):
         assert type(copied) is dict
-        assert copied["ring_key"].untyped_storage().nbytes() == decoder.own["ring_key"].nbytes
-        torch.testing.assert_close(copied, dict(decoder.own))
+        assert copied["ring_key"].untyped_storage().nbytes() == decoder.inplace["ring_key"].nbytes
+        torch.testing.assert_close(copied, dict(decoder.inplace))

@@ -110,8 +110,8 @@ def test_gradients_equal_those_of_the_definition(name, sinks, heads, groups, dim
 
     actual = gradients(lambda *x, **y: fast(*x, **y)[0], built, inputs)
     expected = gradients(definition, copy.deepcopy(built).double(), [x.double() for x in inputs])
-    for own, true in zip(actual, expected, strict=True):
-        assert_close(own, true, factor=GRADIENT_FACTOR)
+    for computed, reference in zip(actual, expected, strict=True):
+        assert_close(computed, reference, factor=GRADIENT_FACTOR)
 
 
 @BOTH
@@ -164,9 +164,9 @@ def test_any_split_equals_the_whole(name, splits, window, repeats, padding, sink
     built, length = feature_map(name, 2 * repeats, 2), sum(splits)
     inputs = qkv(length, heads=2 * repeats)
     mask = padding_mask([length, max(length - padding, 0)], length, "left")
-    whole, end = fast(built, *inputs, window=window, causal=True, mask=mask, sinks=sinks)
+    full, end = fast(built, *inputs, window=window, causal=True, mask=mask, sinks=sinks)
     split, state = in_pieces(partial(fast, built, window=window, causal=True, sinks=sinks), inputs, mask, splits)
-    assert_close(split, whole)
+    assert_close(split, full)
     assert {name: tensor.shape for name, tensor in state.items()} == {name: x.shape for name, x in end.items()}
 
 

@@ -111,8 +111,8 @@ def test_padding_does_not_set_the_scale_of_far_keys(causal):
         tensors = (x[:, :, real] for x in (q, k, values))
         return attend(causal, *tensors, features, **settings, mask=mask if padded else None)[0][:, :, :length]
 
-    own = v[:, :, token].repeat_interleave(2, dim=1)
-    assert float((outputs(v, padded=False)[:, :, token] - own).abs().max()) > 0.1, "this row is of far keys"
+    value = v[:, :, token].repeat_interleave(2, dim=1)
+    assert float((outputs(v, padded=False)[:, :, token] - value).abs().max()) > 0.1, "this row is of far keys"
     assert_close(outputs(v, padded=True), outputs(v, padded=False))
     for padded in (False, True):  # blocks are filled up with zeros in any case
         ones = outputs(torch.ones_like(v), padded=padded)
@@ -188,9 +188,9 @@ def states(name, pieces, masks, length=33):
 @pytest.mark.parametrize("pieces", [(1,) * 33, (2, 0, 17, 1, 13), (0, 32, 1)])
 @pytest.mark.parametrize("name", MAPS)
 def test_split_and_resume(name, pieces):
-    whole, state = states(name, (33,), (None,))
+    full, state = states(name, (33,), (None,))
     parts, resumed = states(name, pieces, [None] * len(pieces))
-    assert_close(parts, whole, torch.float64)
+    assert_close(parts, full, torch.float64)
     for key, tensor in state.items():
         if tensor.is_floating_point():
             assert_close(resumed[key], tensor, torch.float64)

@@ -73,10 +73,10 @@ def test_scores_are_those_of_the_papers(context_ids: list[int]) -> None:
     angles = torch.arange(COUNT, COUNT + rivals.FUTURE)[:, None] * model.model.rotary_emb.inv_freq
     cosine, sine = angles.cos().mean(0), angles.sin().mean(0)
     for index in range(head * group, (head + 1) * group):
-        own = hidden @ attention.q_proj.weight[index * size : (index + 1) * size].T
-        first, second = own.split(size // 2, dim=-1)
-        own = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-        mean, covariance = own.mean(0), torch.cov(own.T, correction=0)
+        rotated = hidden @ attention.q_proj.weight[index * size : (index + 1) * size].T
+        first, second = rotated.split(size // 2, dim=-1)
+        rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+        mean, covariance = rotated.mean(0), torch.cov(rotated.T, correction=0)
         rest = keys[rivals.SINKS :]
         logits = rest @ mean / size**0.5 + torch.einsum("ni,ij,nj->n", rest, covariance, rest) / size / 2
         expected += logits.softmax(0).detach() / group
@@ -92,8 +92,8 @@ def test_rounded_caches_are_near_and_counted(context_ids: list[int]) -> None:
     exact, size = layer.keys, layer.keys.shape[-1]
     for bits in (8, 4):
         rounded = context.quantized(bits)
-        own: Any = rounded.cache.layers[0]
-        error = (own.keys - exact).abs().amax(-1)
+        stored: Any = rounded.cache.layers[0]
+        error = (stored.keys - exact).abs().amax(-1)
         assert (error <= exact.abs().amax(-1) / (2**bits - 2) * 1.001).all()
         assert rounded.bytes == context.bytes * (size * bits // 8 + 4) // (4 * size)
 
@@ -136,10 +136,10 @@ def test_a_conversion_joins_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     assert rivals.main([*arguments, "--variants", "mixture", "--converted", str(folder)]) == 0, capsys.readouterr().err
     rows = {row["variant"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["rows"]}
     assert tuple(rows) == ("exact", "mixture", "converted")
-    own = rows["converted"]
-    assert own["bytes"] == rivals.read_context(hla.load_pretrained(str(folder / "model")), range(3, 51)).bytes
-    assert own["preparation"] == sum(stage.get("seconds", 0) for stage in stages.values()) > 0
-    assert own["loss"] != rows["exact"]["loss"]
+    converted = rows["converted"]
+    assert converted["bytes"] == rivals.read_context(hla.load_pretrained(str(folder / "model")), range(3, 51)).bytes
+    assert converted["preparation"] == sum(stage.get("seconds", 0) for stage in stages.values()) > 0
+    assert converted["loss"] != rows["exact"]["loss"]
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

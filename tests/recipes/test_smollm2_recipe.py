@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
 def arguments_of(folder: Path, *more: str) -> list[str]:
     model = save_checkpoint(folder / "model", "llama", eos=True, num_hidden_layers=3, vocab_size=64)
     text = save_text(folder / "text")
-    own = [
+    paths = [
         "--model",
         str(model),
         "--data.dataset",
@@ -48,7 +48,7 @@ def arguments_of(folder: Path, *more: str) -> list[str]:
         "bf16": "false",
         "device": "cpu",
     }
-    return [*own, *(f"--{name}={value}" for name, value in small.items()), *more]
+    return [*paths, *(f"--{name}={value}" for name, value in small.items()), *more]
 
 
 @pytest.mark.slow

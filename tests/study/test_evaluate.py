@@ -199,8 +199,8 @@ def test_an_appended_run_measures_only_what_is_missing(folder: Path, tmp_path: P
     timed = [one for one in records if one.conditions["measurement"] == "forward"]
     rows = [{row["label"] for row in one.values} for one in timed]
     assert rows == [{"exact", *names, "without attention"} for names in (["elu"], ["elu", "efficient"])]
-    alone, _ = run(folder / "gpt2", **{**options, "attention": ("efficient",)})
-    assert alone.labels == ["exact", "efficient", "without attention"]  # the report shows what the run was asked for
+    single, _ = run(folder / "gpt2", **{**options, "attention": ("efficient",)})
+    assert single.labels == ["exact", "efficient", "without attention"]  # the report shows what the run was asked for
 
 
 def test_an_interrupted_run_continues(
@@ -272,16 +272,16 @@ def test_own_labelled_data_are_measured_as_a_task_is(folder: Path, tmp_path: Pat
     task, _ = run(
         folder / "classifier", task=("sst2",), folder=str(folder / "glue"), output=str(tmp_path / "task"), **common
     )
-    own, _ = run(
+    labelled, _ = run(
         folder / "classifier",
         dataset=str(folder / "glue" / "SST-2"),
         text_columns=("sentence",),
         output=str(tmp_path / "own"),
         **common,
     )
-    for evaluation, name in ((task, "sst2"), (own, "SST-2")):
+    for evaluation, name in ((task, "sst2"), (labelled, "SST-2")):
         assert evaluation.scores[0].task == name
-    values = [evaluation.quality(evaluation.scores[0], "exact").values for evaluation in (task, own)]
+    values = [evaluation.quality(evaluation.scores[0], "exact").values for evaluation in (task, labelled)]
     assert values[0] == values[1]
     with pytest.raises(ValueError, match=r"no column 'text'.*Columns: sentence, label"):
         run(folder / "classifier", dataset=str(folder / "glue" / "SST-2"), output=str(tmp_path / "none"), **common)

@@ -75,7 +75,7 @@ def test_the_exact_model_comes_first_and_then_the_floor() -> None:
     assert result.warnings() == []
 
 
-def test_a_classifier_at_the_level_of_the_most_frequent_answer_judges_nothing() -> None:
+def test_a_classifier_at_the_majority_baseline_supports_no_conclusion() -> None:
     values = {"exact": 0.52, "elu": 0.66, "without attention": 0.40}
     result = evaluation(ACCURACY, values, most_frequent_answer={"exact": 0.52})
     assert "sst2 accuracy: no conclusion" in result.conclusions()[0].sentence
@@ -84,17 +84,17 @@ def test_a_classifier_at_the_level_of_the_most_frequent_answer_judges_nothing() 
     assert "keeps 94.3% of sst2 accuracy" in better.conclusions()[0].sentence
 
 
-@pytest.mark.parametrize(("own", "kept"), [(0.0, "0.0%"), (-0.1, "-20.0%")])
-def test_a_correlation_that_is_lost_is_not_better_than_exact(own: float, kept: str) -> None:
+@pytest.mark.parametrize(("score", "expected"), [(0.0, "0.0%"), (-0.1, "-20.0%")])
+def test_a_correlation_that_is_lost_is_not_better_than_exact(score: float, expected: str) -> None:
     """Matthews' coefficient and Spearman's are 0 for answers by chance, and may be negative."""
-    result = evaluation(ACCURACY, {"exact": 0.5, "elu": own, "without attention": 0.0})
+    result = evaluation(ACCURACY, {"exact": 0.5, "elu": score, "without attention": 0.0})
     comparison = result.compare("elu", ACCURACY)
     assert comparison is not None
-    assert (comparison.better, comparison.kept) == (False, kept)
+    assert (comparison.better, comparison.kept) == (False, expected)
     assert "better" not in result.conclusions()[0].sentence
     assert result.conclusions()[0].worthwhile is False
     result.info["scores"] = [asdict(ACCURACY)] * 2
-    assert result.mean_share("elu") == pytest.approx(own / 0.5)
+    assert result.mean_share("elu") == pytest.approx(score / 0.5)
 
 
 def test_a_converted_checkpoint_is_compared_with_an_equally_trained_model() -> None:

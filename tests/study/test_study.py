@@ -41,7 +41,7 @@ def test_measured_and_trained_once(tmp_path: Path, in_folder: bool) -> None:
     assert (calls, train.calls) == ([1], 2)
 
 
-def test_a_stopped_study_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_study_resumes(tmp_path: Path) -> None:
     lines: list[str] = []
 
     class Screen(Progress):

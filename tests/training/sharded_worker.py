@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from transformers import training_args
 
 from hf_linear_attn.cli import main
-from tests.training.keeping_worker import keep_checkpoints
+from tests.training.checkpoint_worker import keep_checkpoints
 
 
 def pretend_gpus(deepspeed: bool) -> None:

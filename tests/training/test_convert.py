@@ -104,9 +104,9 @@ def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: 
     )
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))
     teacher = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "teacher")
-    own = model.state_dict()
+    state = model.state_dict()
     for name, tensor in teacher.state_dict().items():
-        assert torch.equal(own[name], tensor), name
+        assert torch.equal(state[name], tensor), name
     assert "distilled" not in results["stages"]
     assert results["stages"]["transferred"]
 
@@ -124,10 +124,10 @@ def test_the_control_stands_beside_the_conversion(folder: Path, tmp_path: Path) 
     layers = hla.patch_report(hla.load_pretrained(str(tmp_path / "out" / "model"))).layers
     assert sum(len(layer.exact_heads) for layer in layers) == 3  # of 8
     # The same as a run of the exact model alone.
-    alone = convert(
+    single = convert(
         convert_config(*paths, tmp_path / "alone", teacher__max_steps=None, attention=None), console=quiet()
     )
-    assert alone["stages"]["distilled"] == stages["control"]
+    assert single["stages"]["distilled"] == stages["control"]
     assert not hasattr(
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "alone" / "model").config, "linear_attention"
     )

@@ -14,6 +14,7 @@ from hf_linear_attn.data.recall_prompts import PromptMaker
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.options import ConvertConfig, DistillConfig
+from tests.slow_cases import slow
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import quiet
 
@@ -48,7 +49,7 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
         assert "0% exact heads" in stages  # the first choice that was measured is within so wide a budget
 
 
-@pytest.mark.parametrize("row_length", [256, 160])
+@pytest.mark.parametrize("row_length", [160, *slow(256)])
 def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Path, tmp_path: Path) -> None:
     """A model of random weights that is taken for one that answers, by a score that is replaced."""
     paragraphs = [" ".join(["alpha", "beta", "gamma"] * 60)] * 20

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import BertForSequenceClassification
 
 from hf_linear_attn.data.task_data import load_task_data
 from hf_linear_attn.study.convert import convert, finetune
-from hf_linear_attn.training.distillation import FinetuningTrainer
 from tests.tiny_models import tiny_config
 from tests.tiny_text import tiny_tokenizer
 from tests.training.tiny_runs import convert_config, finetune_config, quiet, save_task
@@ -53,26 +51,6 @@ def test_a_part_of_sorted_validation_data_holds_all_labels(tmp_path: Path) -> No
     ]
     assert set(labels[0]) == {0, 1}
     assert labels[0] == labels[1]
-
-
-def test_the_result_is_not_left_in_mixed_precision(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[torch.nn.Module] = []
-    original = FinetuningTrainer.__init__
-
-    def remember(self: FinetuningTrainer, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        trained.append(model)
-        original(self, model, *args, **kwargs)
-
-    monkeypatch.setattr(FinetuningTrainer, "__init__", remember)
-    steps = {f"{stage}__max_steps": 1 for stage in ("teacher", "transfer", "distill")}
-    convert(convert_config(folder / "encoder", folder / "task", tmp_path / "out", bf16=True, **steps), console=quiet())
-    assert trained
-    for model in trained:
-        with torch.no_grad():
-            assert model(torch.randint(4, 50, (1, 5))).logits.dtype == torch.float32
-        assert "forward" not in vars(model) or not hasattr(model.forward, "__wrapped__")
 
 
 @pytest.mark.parametrize(

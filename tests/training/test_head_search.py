@@ -92,17 +92,17 @@ def divergence_with_gate(model: Any, batch: dict[str, Tensor], layer: int, head:
         with hla.exact_attention(model):
             exact = model(**batch)
         with hla.observe_attention(model, mix):
-            own = model(**batch)
+            patched = model(**batch)
         if "logits" in exact and model.can_generate():  # the loss of the next tokens
-            logs = own.logits.log_softmax(-1)[:, :-1].gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+            logs = patched.logits.log_softmax(-1)[:, :-1].gather(2, batch["input_ids"][:, 1:, None])[..., 0]
             return -float(logs[real[:, 1:]].mean())
         if "logits" in exact:
-            p, q = exact.logits.log_softmax(-1), own.logits.log_softmax(-1)
+            p, q = exact.logits.log_softmax(-1), patched.logits.log_softmax(-1)
             kl = (p.exp() * (p - q)).sum(-1)
             return float((kl if kl.dim() == 1 else kl[real]).mean())
         pooled = [
             torch.stack([row[mask].mean(0) for row, mask in zip(out.last_hidden_state, real, strict=True)])
-            for out in (exact, own)
+            for out in (exact, patched)
         ]
         return float((1 - functional.cosine_similarity(*pooled, dim=-1)).mean())
 

@@ -53,11 +53,11 @@ def hidden_of(student: Any, teacher: Any, mask: list[list[int]]) -> list[float]:
     errors = []
     for index, row in enumerate(mask):
         layers = []
-        for own, target in zip(student[1:], teacher[1:], strict=True):
+        for computed, target in zip(student[1:], teacher[1:], strict=True):
             difference = norm = 0.0
             for token, real in enumerate(row):
                 if real:
-                    pairs = zip(own[index][token], target[index][token], strict=True)
+                    pairs = zip(computed[index][token], target[index][token], strict=True)
                     difference += sum((x - y) ** 2 for x, y in pairs)
                     norm += sum(y**2 for y in target[index][token])
             layers.append(difference / norm)
@@ -186,9 +186,9 @@ def test_distillation_is_its_definition(targets: str, tmp_path: Path) -> None:
         student, teacher = classifier(1, num_labels=labels), classifier(2, num_labels=labels)
     batch = batch_of(targets)
     parts, loss, _ = terms(student, teacher, batch, tmp_path, **WEIGHTS)
-    own, target = outputs(student, batch), outputs(teacher, batch)
+    out, target = outputs(student, batch), outputs(teacher, batch)
     shift = targets == "tokens"
-    rows, classes = (lists(part) for part in select_targets(own.logits, batch["labels"], shift))
+    rows, classes = (lists(part) for part in select_targets(out.logits, batch["labels"], shift))
     target_rows = lists(select_targets(target.logits, batch["labels"], shift)[0])
     if targets == "score":
         expected = {
@@ -200,7 +200,7 @@ def test_distillation_is_its_definition(targets: str, tmp_path: Path) -> None:
             "task": cross_entropy_of(rows, [int(label) for label in classes]),
             "logits": divergence_of(rows, target_rows, 3.0),
         }
-    states = [[lists(layer) for layer in model.hidden_states] for model in (own, target)]
+    states = [[lists(layer) for layer in model.hidden_states] for model in (out, target)]
     errors = hidden_of(*states, batch["attention_mask"].tolist())
     counts = [len(row["input_ids"]) - 1 if shift else 1 for row in Rows(3, targets=targets).rows]
     expected["hidden"] = sum(error * count for error, count in zip(errors, counts, strict=True))
@@ -267,9 +267,9 @@ def test_a_carried_state_is_context_without_a_gradient(attention: str, tmp_path:
     parts, loss, trainer = terms(student, teacher, batch, tmp_path, **WEIGHTS, carried_length=8)
     (counted,), count = trainer.get_batch_samples(iter([dict(batch)]), 1, torch.device("cpu"))
     assert int(count) == 3 * 11
-    whole = terms(student, teacher, counted, tmp_path, **WEIGHTS)[0]
+    full = terms(student, teacher, counted, tmp_path, **WEIGHTS)[0]
     for name in ("task", "logits"):
-        assert_close(parts[name], whole[name])
+        assert_close(parts[name], full[name])
     loss.backward()
     gradient = student.transformer.wpe.weight.grad.abs().sum(dim=1)
     assert not bool(gradient[:3].any())

@@ -72,8 +72,8 @@ def test_blocks_add_up(name: str, family: Family, monkeypatch: pytest.MonkeyPatc
         layer_losses, actual = gradients(model)
         torch.testing.assert_close(layer_losses, unblocked, rtol=1e-5, atol=1e-6)
         assert len(actual) == len(expected)
-        for own, target in zip(actual, expected, strict=True):
-            torch.testing.assert_close(own, target, rtol=1e-4, atol=1e-6)
+        for computed, target in zip(actual, expected, strict=True):
+            torch.testing.assert_close(computed, target, rtol=1e-4, atol=1e-6)
         separable = next(attention_modules(model)).linear_attention.separable_queries
         smallest = 4 * max(LENGTHS) * (1 if separable else max(LENGTHS))  # one row: a query, or all queries; 4 heads
         assert max(sizes) <= max(entries, smallest)
@@ -240,9 +240,9 @@ def test_under_autocast_only_the_model_runs_in_half_precision(name: str, family:
     with torch.no_grad():
         expected = AttentionTransferLoss(model)(batch())
         with torch.autocast("cpu", torch.bfloat16):
-            own = AttentionTransferLoss(model)(batch())
-    assert own.dtype == torch.float32
-    assert torch.allclose(own, expected, rtol=0.05, atol=1e-3)
+            actual = AttentionTransferLoss(model)(batch())
+    assert actual.dtype == torch.float32
+    assert torch.allclose(actual, expected, rtol=0.05, atol=1e-3)
     with torch.autocast("cpu", torch.bfloat16):
         assert transfer_attention(model, [batch()], steps=2).steps == 2
 
@@ -258,7 +258,7 @@ def test_a_mechanism_without_learned_parts_has_no_steps() -> None:
 
 
 @pytest.mark.parametrize("single", [batch(), batch()["input_ids"]], ids=["dict", "tensor"])
-def test_one_batch_alone_is_an_error(single: Any) -> None:
+def test_a_single_batch_is_an_error(single: Any) -> None:
     model = model_of("hedgehog", BERT)
     with pytest.raises(TypeError, match=r"batches is one batch alone.*\[batch\]"):
         transfer_attention(model, single)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def start(
-    settings: Path, processes: int, *flags: str, module: str = "tests.training.keeping_worker", **environment: str
+    settings: Path, processes: int, *flags: str, module: str = "tests.training.checkpoint_worker", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     command = [*torchrun(processes), "-m", module, "convert", "--config", settings, *flags]
     return run_python(*command, timeout=300, **environment)

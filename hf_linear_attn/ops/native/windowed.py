@@ -112,9 +112,9 @@ def _step(call: WindowedCall, state: State, learned: Tensors, numbers: Numbers) 
         inputs |= {_STATE[name]: tensor for name, tensor in before.items()}
         outputs |= {NEXT[_STATE[name]]: tensor for name, tensor in after.items()}
     written = [name for kind, names in _WRITTEN.items() if getattr(call, kind) for name in names]
-    whole = torch.contiguous_format
+    layout = torch.contiguous_format
     tokens = {
-        name: state[name].contiguous() if after is before else state[name].clone(memory_format=whole)
+        name: state[name].contiguous() if after is before else state[name].clone(memory_format=layout)
         for name in written
     }
     filled = binding.run("windowed_step", inputs, {**outputs, **tokens}, numbers)

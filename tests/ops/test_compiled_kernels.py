@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -16,6 +18,7 @@ from recipes.benchmarks import workloads
 from tests.comparing import assert_close
 from tests.inputs import token_ids
 from tests.ops.test_native import REASON
+from tests.slow_cases import slow_rows
 from tests.small import patched
 from tests.tiny_models import Family
 
@@ -50,8 +53,14 @@ def gradients(model, logits, mask):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("family", [BERT, GPT2], ids=str)
-@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        *(("hedgehog", BERT), ("window", GPT2)),
+        *slow_rows(("hedgehog", GPT2), ("window", BERT), *itertools.product(("elu", "favor+"), (BERT, GPT2))),
+    ],
+    ids=str,
+)
 def test_a_compiled_model_runs_the_kernels_with_the_same_results(name, family, kernels):
     """Forward passes and gradients of padded batches, in two graphs: one of the first length, and one of any length."""
     model, counter = patched(name, family), CompileCounterWithBackend("aot_eager")
@@ -61,12 +70,12 @@ def test_a_compiled_model_runs_the_kernels_with_the_same_results(name, family, k
         inputs = {"attention_mask": torch.ones_like(ids)} | ({"use_cache": False} if family.causal else {})
         inputs["attention_mask"][0, -4:] = 0
         expected = model(ids, **inputs).logits
-        own = gradients(model, expected, inputs["attention_mask"])
+        computed = gradients(model, expected, inputs["attention_mask"])
         eager, kernels[:] = list(kernels), []
         actual = compiled(ids, **inputs).logits
         assert_close(actual, expected)
         for parameter, gradient in gradients(model, actual, inputs["attention_mask"]).items():
-            assert_close(gradient, own[parameter])
+            assert_close(gradient, computed[parameter])
         assert kernels == eager
         assert [kernel.endswith("backward") for kernel in kernels] == [False, True]
         kernels.clear()
@@ -84,15 +93,15 @@ def test_a_compiled_step_writes_over_its_state(name, dtype, kernels):
     compiled, mask = torch.compile(step, backend="aot_eager", fullgraph=True), torch.ones(2, 1, dtype=torch.bool)
     with torch.no_grad():
         state = step(*tokens(90, dtype), None, None)[1]
-        own = {part: tensor.clone() for part, tensor in state.items()}
+        inplace = {part: tensor.clone() for part, tensor in state.items()}
         for _ in range(3):
             token = tokens(1, dtype)
             expected, state = step(*token, None, state)
             kernels.clear()
-            actual, after = compiled(*token, mask, InPlaceState(own))
+            actual, after = compiled(*token, mask, InPlaceState(inplace))
             assert kernels == ["windowed_step" if name == "window" else "causal"]
             assert_close(actual, expected)
-            assert all(tensor is own[part] for part, tensor in after.items())
+            assert all(tensor is inplace[part] for part, tensor in after.items())
             for part, tensor in after.items():
                 assert_close(tensor.float(), state[part].float())
 

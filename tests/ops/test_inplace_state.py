@@ -31,16 +31,16 @@ def run(module, arguments, state, backend):
 def test_steps_are_the_same_whether_the_state_may_be_overwritten_or_not(name, backend, dtype):
     module = workloads.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0, dtype=dtype)
     _, expected_state = run(module, tokens(90, 0, dtype), None, backend)
-    own = {part: tensor.clone() for part, tensor in expected_state.items()}
+    state = {part: tensor.clone() for part, tensor in expected_state.items()}
     for step, count in enumerate((1, 1, 5, 1, 70, 1)):
         arguments = tokens(count, 1 + step, dtype)
         before = {part: tensor.clone() for part, tensor in expected_state.items()}
         expected, after = run(module, arguments, expected_state, backend)
         assert all(torch.equal(tensor, before[part]) for part, tensor in expected_state.items())
-        actual, own = run(module, arguments, InPlaceState(own), backend)
+        actual, state = run(module, arguments, InPlaceState(state), backend)
         assert torch.equal(actual, expected)
-        assert own.keys() == after.keys()
-        assert all(torch.equal(tensor, after[part]) for part, tensor in own.items())
+        assert state.keys() == after.keys()
+        assert all(torch.equal(tensor, after[part]) for part, tensor in state.items())
         expected_state = after
 
 
