@@ -292,14 +292,12 @@ class LayerSearch:
             getattr(exact, cost)[str(length)] = 1.0
             for index, one in enumerate(measured):
                 self.study.progress.status(f"{cost} at {length:,} tokens", index, len(path))
-                measured[index] = self.with_cost(one, cost, length, "choice", self.planned.settings.seconds)
+                measured[index] = self.with_cost(one, cost, length, "choice")
         chosen, within_budget = self.choose(measured, informative)
         self.study.progress.status("verification", 0, 1)
         verified = self.with_quality(replace(chosen, speedup={}, unsure=[]), "verification")
         if budget.cost == "speedup":
-            verified = self.with_cost(
-                verified, "speedup", budget.length, "verification", 3 * self.planned.settings.seconds
-            )
+            verified = self.with_cost(verified, "speedup", budget.length, "verification")
         return PlanResult(
             budget=budget,
             unit=unit,
@@ -421,18 +419,19 @@ class LayerSearch:
             chance=self.assess(data, values).chance,
         )
 
-    def with_cost(self, one: Candidate, cost: str, length: int, data: str, seconds: float) -> Candidate:
-        """Return a candidate with the speedup of a forward pass (batch 1), or its share of the exact model's cache."""
+    def with_cost(self, one: Candidate, cost: str, length: int, data: str) -> Candidate:
+        """Return a candidate with the speedup of a forward pass (batch 1), or its share of the exact model's cache.
+
+        The speedup of the chosen model is verified three times as long.
+        """
+        tokens, seconds = self.planned.inputs.tokens, self.planned.settings.seconds
+        seconds *= 3 if data == "verification" else 1
 
         def measure() -> Values:
             models = {"exact": self.planned.exact.model, "linear": self.convert(self.planned.timed, one)}
             if cost == "speedup":
-                return measure_passes(models, self.planned.inputs.tokens, length, baseline="exact", seconds=seconds)[
-                    "linear"
-                ]
-            exact, linear = (
-                cache_bytes(fill_cache(model, self.planned.inputs.tokens, length)) for model in models.values()
-            )
+                return measure_passes(models, tokens, length, baseline="exact", seconds=seconds)["linear"]
+            exact, linear = (cache_bytes(fill_cache(model, tokens, length)) for model in models.values())
             return [value(cost, linear / exact)]
 
         base = replace(self.measurements[data][0], task="", settings={"seconds": seconds} if cost == "speedup" else {})
