@@ -187,6 +187,15 @@ def test_buckets_and_band_lower_the_error_of_the_estimate(causal):
     assert error(window_size=1) > band > error(window_size=9, num_hash_buckets=4, bucket_capacity=16, hash_rounds=2)
 
 
+def test_a_token_without_buckets_is_one_step(monkeypatch):
+    """It costs a fifteenth of the form for whole sequences."""
+    layer, tensors = module(), [t.detach() for t in doubles(9)]
+    whole = run(layer, tensors, True)[0]
+    _, state = run(layer, [t[:, :, :-1] for t in tensors], True, return_state=True)
+    monkeypatch.delattr(windowed, "accumulate_causal")
+    assert_close(run(layer, [t[:, :, -1:] for t in tensors], True, state=state)[0], whole[:, :, -1:], torch.float64)
+
+
 @kinds
 @pytest.mark.parametrize("pieces", [(1,) * 29, (2, 0, 17, 1, 9), (0, 28, 1)])
 def test_split_and_resume(pieces, options):
