@@ -184,7 +184,7 @@ def test_examples_come_first_on_screen_and_in_the_report(folder: Path, tmp_path:
 
 def test_examples_beyond_the_positions_say_so() -> None:
     model = tiny_model("bert").eval()
-    exact = ExactModel.of(model, tiny_tokenizer(), "encoder", "bert")
+    exact = ExactModel.load(model, "encoder", "bert", tiny_tokenizer())
     tables = examples(exact, {"exact": model}, [sample_text()[start:] for start in range(0, 900, 300)])
     assert len(tables) == 2
     assert all(f"beyond {MAX_LENGTH} trained positions" in title for title in tables)

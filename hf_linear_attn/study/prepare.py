@@ -87,21 +87,19 @@ class ExactModel:
     versions: Mapping[str, Any]
 
     @classmethod
-    def load(cls, source: Any, kind: str, name: str, tokenizer: Any, device: str, task: str) -> ExactModel:
+    def load(
+        cls, source: Any, kind: str, name: str, tokenizer: Any = None, device: str = "cpu", task: str = ""
+    ) -> ExactModel:
         """Read the weights and, where none is given, the tokenizer (see `load_exact`)."""
         tokenizer = tokenizer or read_tokenizer(str(getattr(source, "name_or_path", source)))
-        return cls.of(load_exact(source, kind, torch_device(device), task=task), tokenizer, kind, name)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: Any, kind: str, name: str) -> ExactModel:
-        """Describe a loaded model on its device."""
-        state = environment(model.device)
-        device = {key: state["hardware"][key] for key in ("device", "cpu", "threads")}
+        model = load_exact(source, kind, torch_device(device), task=task)
+        machine = environment(model.device)
         backend = get_backend()
         if backend == "auto":  # the one that serves kernelized attention where it can; some calls fall back to torch
             backend = "native" if model.device.type == "cpu" and unavailable_reason() is None else "torch"
-        device.update(dtype=dtype_name(model), backend=backend)
-        return cls(model.eval(), tokenizer, kind, name, weights_fingerprint(model), device, state["versions"])
+        hardware = {key: machine["hardware"][key] for key in ("device", "cpu", "threads")}
+        hardware |= {"dtype": dtype_name(model), "backend": backend}
+        return cls(model.eval(), tokenizer, kind, name, weights_fingerprint(model), hardware, machine["versions"])
 
     @property
     def implementation(self) -> str:

@@ -125,7 +125,7 @@ def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Ev
     text, tokenizer = read_text(str(folder / "text.txt")), tiny_tokenizer()
     documents = packed_rows(tokenizer, text.validation, settings.perplexity_tokens)[:1]
     model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
-    inputs = text_inputs(ExactModel.of(model, tokenizer, "decoder", "gpt2"), text, settings)
+    inputs = text_inputs(ExactModel.load(model, "decoder", "gpt2", tokenizer), text, settings)
     exact = measure_perplexity(model, documents, context=32, stride=16)
     assert evaluation.value("perplexity", "loss", label="exact") == pytest.approx(exact.loss, rel=1e-5)
     assert evaluation.value("perplexity", "tokens", label="exact") == sum(len(one) - 1 for one in documents)
@@ -486,7 +486,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_checkpoints_are_timed_with_their_exact_heads() -> None:
-    exact = ExactModel.of(GPT2.build(), None, "decoder", "gpt2")
+    exact = ExactModel.load(GPT2.build(), "decoder", "gpt2", object())
     plan = {"default": {"attention": "window", "window_size": 4}, "1": {"exact_heads": [2]}}
     layers = hla.patch_model(GPT2.build(), plan).config.linear_attention["layers"]
     settings: Any = SimpleNamespace(lengths=(16,), attentions=(), seed=0)
@@ -497,7 +497,7 @@ def test_checkpoints_are_timed_with_their_exact_heads() -> None:
 
 def test_a_fingerprint_depends_on_every_value() -> None:
     model = GPT2.build()
-    before = ExactModel.of(model, None, "decoder", "gpt2").fingerprint
-    assert ExactModel.of(model, None, "decoder", "gpt2").fingerprint == before
+    before = ExactModel.load(model, "decoder", "gpt2", object()).fingerprint
+    assert ExactModel.load(model, "decoder", "gpt2", object()).fingerprint == before
     model.transformer.wte.weight.data[-1, -1] += 1
-    assert ExactModel.of(model, None, "decoder", "gpt2").fingerprint != before
+    assert ExactModel.load(model, "decoder", "gpt2", object()).fingerprint != before
