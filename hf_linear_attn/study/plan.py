@@ -196,11 +196,10 @@ def train(study: Study, one: PlannedModel) -> dict[str, Any]:
     Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice of
     layers.
     """
-    name = one.linear.attention
-    if not one.settings.steps or not ATTENTIONS.get(name).learned:
+    if not one.settings.steps or not ATTENTIONS.get(one.linear.attention).learned:
         return {}
     conditions = one.linear.of(one.exact.conditions("attention_transfer"))
-    transferred(one, study, one.linear.load(), conditions, name)
+    transferred(one, study, one.linear.load(), conditions)
     record = study.records.latest(conditions)
     assert record is not None
     names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}

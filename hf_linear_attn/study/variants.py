@@ -78,20 +78,6 @@ def references(model: PreTrainedModel) -> list[Variant]:
     ]
 
 
-def checkpoints(exact: ExactModel, group: CheckpointGroup) -> list[Variant]:
-    """Return the checkpoints of a group, which have its label."""
-    return [
-        Variant(
-            group.label,
-            group.attention,
-            cache(partial(group.load, folder, exact.kind, exact.model.device)),
-            group.state,
-            settings={"checkpoint": fingerprint},
-        )
-        for folder, fingerprint in group.folders.items()
-    ]
-
-
 def variants_of(one: PreparedModel, study: Study) -> Iterator[tuple[Iterable[Variant], bool]]:
     """Yield the variants of a model by rows of the summary, and whether they are linear."""
     for reference in references(one.exact.model):
@@ -100,8 +86,10 @@ def variants_of(one: PreparedModel, study: Study) -> Iterator[tuple[Iterable[Var
         for seed in one.settings.seeds:
             yield mechanism_stages(one, study, name, seed), True
     for group in one.groups:
-        for variant in checkpoints(one.exact, group):
-            yield [variant], bool(group.layers)
+        for folder, fingerprint in group.folders.items():
+            load = cache(partial(group.load, folder, one.exact.kind, one.exact.model.device))
+            own = Variant(group.label, group.attention, load, group.state, settings={"checkpoint": fingerprint})
+            yield [own], bool(group.layers)
 
 
 def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> Iterator[Variant]:
@@ -129,17 +117,15 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
     transfer |= {"data": inputs.hash, "order": settings.seed}
     after = replace(first, state="transferred", settings={"transfer": transfer})
     conditions = after.of(exact.conditions("attention_transfer"))
-    trained = cache(lambda: transferred(one, study, patched(), conditions, name))
+    trained = cache(lambda: transferred(one, study, patched(), conditions))
     if study.records.known(conditions, name) is None:
         trained()
     yield replace(after, load=trained)
 
 
-def transferred(
-    one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions, label: str
-) -> PreTrainedModel:
+def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions) -> PreTrainedModel:
     """Return a patched copy with its learned parameters trained: the stored ones, or those of a transfer now."""
-    settings = one.settings
+    settings, name = one.settings, conditions.attention
 
     def train() -> tuple[Values, Learned]:
         batches, seed = list(one.inputs.train), conditions.seed or 0
@@ -153,7 +139,7 @@ def transferred(
             validation=one.inputs.validation,
             evaluate_every=max(settings.steps // settings.evaluations, 1),
             progress=lambda step, total, loss: study.progress.status(
-                f"{label}: attention transfer, loss {loss:.3f}", step, total
+                f"{name}: attention transfer, loss {loss:.3f}", step, total
             ),
         )
         values = [
@@ -166,7 +152,7 @@ def transferred(
         ]
         return values, {name: tensor for name, tensor in model.state_dict().items() if f".{SUBMODULE}." in f".{name}"}
 
-    model.load_state_dict(study.learned(conditions, train, label=label), strict=False)
+    model.load_state_dict(study.learned(conditions, train, label=name), strict=False)
     return model
 
 
