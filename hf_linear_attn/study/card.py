@@ -26,6 +26,7 @@ STAGES = (
     ("control", "exact attention, trained as long (the control)"),
     ("patched", "patched, nothing trained"),
     ("transferred", "after attention transfer"),
+    ("closed", "with harmful linear parts closed"),
     ("distilled", "after distillation"),
     ("converted", "without what harmed of these (as saved)"),
     ("trained", "after fine-tuning"),

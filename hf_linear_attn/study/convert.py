@@ -171,7 +171,10 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
         _estimate(run, teacher)
         if learns:
             student = _close_harmful_parts(run, _transfer(run, student))
+    closed = not all(part["kept"] for part in _linear_parts(run))
     if config.distill.enabled:
+        if closed:
+            run.measure("closed", student)
         # Distillation may shard its teacher; the control and the timing need complete models.
         control = copy.deepcopy(teacher) if config.control and is_patched(student) else None
         before = _parameters(student)
@@ -180,7 +183,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
             run.measure("converted", student)
         if control is not None:
             _distill(run, teacher, control, "control distill", "control")
-    elif _is_worse(run, "transferred") or not all(part["kept"] for part in _linear_parts(run)):
+    elif closed or _is_worse(run, "transferred"):
         run.measure("converted", student)
     if config.speed.lengths and "speed" not in run.state:
         if is_sharded(teacher):
@@ -501,8 +504,13 @@ def _is_worse(run: TrainingRun, result: str) -> bool:
     data, state, after = run.data, run.state, run.state.get(result, {})
     if result == "transferred" and data.metric_names:
         return False
-    use_patched = result == "transferred" or "transferred" not in state or _is_worse(run, "transferred")
-    before = state.get("patched" if use_patched else "transferred", {})
+    if result == "distilled" and "closed" in state:
+        stage = "closed"
+    elif result == "distilled" and "transferred" in state and not _is_worse(run, "transferred"):
+        stage = "transferred"
+    else:
+        stage = "patched"
+    before = state.get(stage, {})
     names = [data.metric] if data.metric_names else [name for name in after if name.endswith("loss")]
     known = [name for name in names if None not in (before.get(name), after.get(name))]
     change = sum(after[name] - before[name] for name in known)

@@ -85,6 +85,15 @@ def test_a_transfer_that_harms_is_taken_back(folder: Path, tmp_path: Path, monke
     assert "| without what harmed of these (as saved) |" in card
 
 
+def test_a_distillation_is_compared_with_the_model_that_it_began_with() -> None:
+    data = SimpleNamespace(metric="loss", greater_is_better=False, metric_names=())
+    losses = {"patched": 2.0, "transferred": 2.1, "distilled": 1.9}
+    for closed, is_worse in (({}, False), ({"closed": 1.8}, True), ({"closed": 1.95}, False)):
+        state = {stage: {"loss": loss} for stage, loss in (losses | closed).items()}
+        run = SimpleNamespace(state=state, data=data)
+        assert stages._is_worse(run, "distilled") is is_worse  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_distillation_that_harms_is_taken_back(lora_rank: int, folder: Path, tmp_path: Path) -> None:
     """With a learning rate that is far too high, the saved model is what it was before the distillation."""
