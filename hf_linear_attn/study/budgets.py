@@ -216,11 +216,11 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
         return WindowAttention(shape, replace(options, window_size=width)).state_bytes()
 
     states = {width: sum(state_bytes(shape, width) for shape in shapes) / whole for width in WINDOWS}
-    fitting = [width for width, share in states.items() if share <= limit]
-    if not fitting:
+    within = [width for width, share in states.items() if share <= limit]
+    if not within:
         least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
         raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
-    window = max([width for width in fitting if states[width] <= WINDOW_SHARE * limit], default=fitting[0])
+    window = max([width for width in within if states[width] <= WINDOW_SHARE * limit], default=within[0])
     # As many heads as fit are exact: of share s they and the others take s exact + (1 - s) state <= limit.
     tokens = sum(shape.num_key_value_heads * head_token_bytes(shape, options.cache_dtype) for shape in shapes)
     exact = length * tokens / whole
