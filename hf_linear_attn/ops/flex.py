@@ -110,14 +110,13 @@ def _whole(call: WindowedCall, sinks: Tensor) -> tuple[Tensor, State | None]:
     window, mask, (batch, _, length, _) = call.window, call.mask, call.query.shape
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
     position = torch.arange(length, device=query.device)
-    mix = call.log_mixing_weights()
     valid = torch.ones(batch, length, dtype=torch.bool, device=query.device) if mask is None else mask.expand(batch, -1)
     is_sink = torch.zeros_like(valid).scatter(1, sinks.expand(batch, -1), True) & valid
     total, top = _near(call, query, _Keys(key, value, (4 * position + 2 * is_sink + valid).int(), 0, sinks))
     if length <= window:
         return total, None
     is_far, late, old = valid & ~is_sink, slice(window, None), slice(0, length - window)
-    mix = mix.expand(-1, -1, length)
+    mix = call.log_mixing_weights().expand(-1, -1, length)
     rows = query[:, :, late], mix[:, :, late], top[:, :, late]
     far, after = _far(call, *rows, key[:, :, old], value[:, :, old], is_far[:, old])
     total = total + pad_tokens(far, window, 0)
@@ -165,7 +164,9 @@ def _far(
         total, scale, after = backend.totals(own)
     else:
         total, after = kernelized.causal(own, normalise=False)
-        scale = call.query_features(query.to(compute_dtype(query)), 0).log_scale
+        assert call.fused is not None
+        scaled = call.fused[0].scaled  # otherwise the features would be computed twice for nothing
+        scale = call.query_features(query.to(compute_dtype(query)), 0).log_scale if scaled else None
     if scale is not None:
         log_mix = log_mix + (scale - top).clamp(max=LARGEST_GAP)
     return log_mix.to(total.dtype).exp().unsqueeze(-1) * total, after
