@@ -108,8 +108,8 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     exporter, settings = onnx if format == "onnx" else (DynamoExporter(), DynamoConfig)
     if model.config.is_encoder_decoder:
         raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")
-    stored = [layer.options.get("cache_dtype") for layer in installed_layers(model).values()]
-    if format == "onnx" and model.can_generate() and "int8" in stored:
+    stores_int8 = any(layer.stores_int8 for layer in installed_layers(model).values())
+    if format == "onnx" and model.can_generate() and stores_int8:
         raise NotImplementedError(
             "cache_dtype='int8' cannot be exported to ONNX, which does not read bytes of a state as float32. Patch the "
             "model with cache_dtype='auto', or export with format='torch'."

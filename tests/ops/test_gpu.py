@@ -5,7 +5,6 @@ Skipped without a GPU. The first run compiles all of them: `pytest tests/ops/tes
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -58,6 +57,6 @@ def test_kernelized_attention(name, size, dtype, causal, learning, monkeypatch):
 @pytest.mark.parametrize("name", ["hedgehog", "vq"])
 def test_windows(name, size, dtype, causal, learning):
     call = call_for(name, size, dtype, causal, learning)
-    values: dict[str, Any] = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
-    window = WindowedCall(**values, window=64, sinks=4, scaling=size**-0.5, log_mix=torch.zeros(2, device=DEVICE))
+    sizes: dict[str, Any] = {"window": 64, "sinks": 4, "scaling": size**-0.5}
+    window = WindowedCall(**vars(call), **sizes, log_mix=torch.zeros(2, device=DEVICE))
     assert check.compare(check.Kernels("flex", flex.run), check.case_of(window), window.fused) is None
