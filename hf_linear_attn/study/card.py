@@ -12,10 +12,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..data.tasks import TASKS
 from ..measure.quality import assess
 from ..measure.speed import NOT_MEASURABLE
+from ..mechanisms.softmax import EXACT
 from ..training.options import TrainingRunConfig
 from ..utils.options import flatten, to_dict
 from ..utils.timing import is_measurable
 from ..version import __version__
+from .budgets import Budget
 
 #: A repository: a name, or an owner and a name.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -162,6 +164,30 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     return _table(["", *names], cells, numbers=len(names)) + (["", sentence] if sentence else [])
 
 
+def budget_lines(config: TrainingRunConfig, state: dict[str, Any]) -> list[str]:
+    """What was chosen for a budget and why, and whether the model as saved is within it, where that was measured."""
+    text, reason = getattr(config, "budget", None), state.get("exact_heads", {}).get("reason")
+    if not text or not reason:
+        return []
+    budget, lines = Budget.parse(text), [f"For {text}: {reason}."]
+    if budget.cost == "speedup":
+        speed = state.get("speed") or {}
+        rows = dict(zip(speed.get("lengths", ()), speed.get("rows", {}).get("student", ()), strict=True))
+        value = rows.get(budget.length, {}).get("speedup")
+        measured = "" if value is None else f"{value:.2f}x"
+    elif budget.unit is not None:
+        recall = budget.unit.name == "recall"
+        exact = state.get("recall, teacher" if recall else "teacher")
+        saved = state.get("recall, this model") if recall else _final(state)
+        value = budget.unit.damage(exact, saved) if exact and saved else None
+        measured = "" if value is None else budget.unit.format(value)
+    else:
+        value, measured = None, ""
+    if measured:
+        lines += ["", f"As saved: {measured}, which is {'within' if budget.is_met(value) else 'beyond'} the budget."]
+    return lines
+
+
 def recall_table(state: dict[str, Any]) -> list[str]:
     """What teacher and model recall, with 95 % intervals, as lines of a Markdown table."""
     rows = []
@@ -223,18 +249,19 @@ def changed_options(options: Mapping[str, Any], default: Mapping[str, Any]) -> d
 
 def layers_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     """The linear layers, and what the linear part of each is worth: the loss without it, minus that with it."""
-    titles = ["layer", "attention", "learned parameters", "bytes of state"]
-    rows = [
-        [str(layer["index"]), layer["attention"], f"{layer['parameters']:,}", f"{layer['state_bytes']:,}"]
-        for layer in facts["layers"]
-    ]
+    titles = ["layer", "attention", "exact heads", "learned parameters", "bytes of state"]
+    rows = []
+    for layer in facts["layers"]:
+        exact = "all" if layer["attention"] == EXACT else ", ".join(map(str, layer["exact_heads"])) or "–"
+        sizes = [f"{layer['parameters']:,}", f"{layer['state_bytes']:,}"]
+        rows.append([str(layer["index"]), layer["attention"], exact, *sizes])
     parts = {part["layer"]: part for part in state.get("linear parts", {}).get("layers", ())}
     if parts:
         titles.append("worth of the linear part")
         for cells, layer in zip(rows, facts["layers"], strict=True):
             part = parts.get(layer["index"])
             cells.append("" if part is None else f"{part['worth']:+.4f}" + ("" if part["kept"] else ", closed"))
-    return _table(titles, rows, numbers=len(titles) - 2) if rows else []
+    return _table(titles, rows, numbers=len(titles) - 3) if rows else []
 
 
 def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
@@ -258,6 +285,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
     settings = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     sections = {
         "Use": [USE.format(auto_class=auto_class, pipeline=pipeline, text=text)] if kinds else [],
+        "Budget": budget_lines(config, state),
         "Quality": quality,
         "Recall": recall_table(state),
         "Speed": speed,
@@ -282,8 +310,7 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
     """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
     repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
     pipeline, metric = PIPELINES[config.task_type][0], facts["goal"]["metric"]
-    stages = ("converted", "distilled", "transferred", "trained")
-    final: dict[str, Any] = next((state[stage] for stage in stages if state.get(stage)), {})
+    final = _final(state)
     results = [
         EvalResult(
             task_type=pipeline,
@@ -308,6 +335,12 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
         eval_results=results or None,
         ignore_metadata_errors=True,
     )
+
+
+def _final(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics of the model as saved."""
+    stages = ("converted", "distilled", "transferred", "trained", "patched")
+    return next((state[stage] for stage in stages if state.get(stage)), {})
 
 
 def _license(source: str | None) -> str | None:

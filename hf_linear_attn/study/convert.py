@@ -38,7 +38,7 @@ from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_c
 from ..utils.options import make_config, to_dict
 from ..utils.timing import is_measurable
 from .budgets import Budget, choose
-from .card import exactness, model_card, recall_table, results_table, speed_table
+from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
 from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics
 
 #: In the names of parameters that mechanisms have learned.
@@ -124,6 +124,7 @@ def _execute(config: Any, console: Console | None, train: Callable[[TrainingRun]
                     write_json(path, json_safe(results))
         run.remove_checkpoints()
         for table in (
+            budget_lines(config, results["stages"]),
             results_table(results, results["stages"]),
             recall_table(results["stages"]),
             speed_table(results["stages"]),
@@ -185,7 +186,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
             _distill(run, teacher, control, "control distill", "control")
     elif closed or _is_worse(run, "transferred"):
         run.measure("converted", student)
-    if config.speed.lengths and "speed" not in run.state:
+    if _timed_lengths(run) and "speed" not in run.state:
         if is_sharded(teacher):
             teacher = _teacher(run)
         with run.working("measuring speed"):
@@ -275,14 +276,15 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
         options = {"share": config.exact_share or SEARCH_SHARE, "seed": config.seed, **config.options}
         with run.working("choosing the heads that stay exact"):
             search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
-        chosen = config.options
+        chosen, reason = config.options, ""
         if budget is not None:
             measure = partial(_measure_choice, run, teacher, search, budget)
             choice = choose(budget, teacher, data.longest, measure, chosen)
             search, chosen = search.with_share(choice.share), {**chosen, "window_size": choice.window}
-            run.say(f"For the budget {config.budget}: {choice.reason}.")
+            reason = choice.reason
+            run.say(f"For the budget {config.budget}: {reason}.")
         plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
-        run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})
+        run.record("exact_heads", {"plan": plan, "reason": reason, "heads": search.table.to_dict("records")})
         heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
         run.say(f"Exact heads by layer: {heads}")
     return LinearAttentionConfig.parse(run.state["exact_heads"]["plan"]).with_default("seed", config.seed)
@@ -517,9 +519,16 @@ def _is_worse(run: TrainingRun, result: str) -> bool:
     return bool(change < 0 if data.greater_is_better else change > 0)
 
 
+def _timed_lengths(run: TrainingRun) -> list[int]:
+    """Return the lengths of the config, and that of a budget of speed, which is to be verified."""
+    budget = _budget(run)
+    own = [budget.length] if budget is not None and budget.cost == "speedup" else []
+    return sorted({*run.config.speed.lengths, *own})
+
+
 def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:
     """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run."""
-    lengths, _ = possible_lengths(teacher, run.config.speed.lengths)
+    lengths, _ = possible_lengths(teacher, _timed_lengths(run))
     rows: dict[str, list[dict[str, Any]]] = {"teacher": [], "student": []}
     try:
         for length in lengths:

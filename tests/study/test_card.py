@@ -43,6 +43,39 @@ def test_layers_say_what_their_linear_part_is_worth():
     assert re.search(r"^\| 1 \| hedgehog \|.*\| -0.5000, closed \|$", card, re.MULTILINE)
 
 
+def test_the_exact_heads_of_each_layer_are_named():
+    mixed, exact = ({**layer, "exact_heads": heads} for layer, heads in zip(layers(), ((1,), ()), strict=True))
+    card = model_card(ConvertConfig(model="m"), facts(layers=[mixed, {**exact, "attention": "softmax"}]), {})
+    assert re.search(r"^\| 0 \| hedgehog \| 1 \|", card, re.MULTILINE)
+    assert re.search(r"^\| 1 \| softmax \| all \|", card, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("budget", "measured"),
+    [
+        ("25% cache at 8192", None),  # counted, not measured
+        ("5% perplexity", "+10.00% perplexity, which is beyond"),
+        ("20% perplexity", "+10.00% perplexity, which is within"),
+        ("80% recall at 2048", "-25% recall, which is beyond"),
+        ("2x at 2048", "3.01x, which is within"),
+        ("2x at 4096", None),  # this length was not timed
+    ],
+)
+def test_a_budget_is_compared_with_the_model_as_saved(budget, measured):
+    state = {
+        "exact_heads": {"reason": "windows of 256 tokens"},
+        "teacher": {"perplexity": 20.0},
+        "distilled": {"perplexity": 30.0},
+        "converted": {"perplexity": 22.0},
+        "recall, teacher": {"recall": 0.8, "low": 0.7, "high": 0.9, "prompts": 48, "length": 2048},
+        "recall, this model": {"recall": 0.6, "low": 0.5, "high": 0.7, "prompts": 48, "length": 2048},
+        "speed": SPEED,
+    }
+    card = model_card(ConvertConfig(model="m", budget=budget), facts("perplexity", higher=False), state)
+    assert f"For {budget}: windows of 256 tokens." in card
+    assert (f"As saved: {measured} the budget." in card) if measured else ("As saved" not in card)
+
+
 def timing(median, ratio, low, high):
     return {"value": median, "speedup": ratio, "speedup_p20": low, "speedup_p80": high}
 

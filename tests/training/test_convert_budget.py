@@ -47,6 +47,9 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
         assert state <= 0.3 * exact
     elif "perplexity" in budget:
         assert "0% exact heads" in stages  # the first choice that was measured is within so wide a budget
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert f"For {budget}: " in card
+    assert ("As saved: " in card) == ("cache" not in budget)
 
 
 @pytest.mark.parametrize("row_length", [160, *slow(256)])
