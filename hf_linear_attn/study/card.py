@@ -260,7 +260,8 @@ def layers_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
         titles.append("worth of the linear part")
         for cells, layer in zip(rows, facts["layers"], strict=True):
             part = parts.get(layer["index"])
-            cells.append("" if part is None else f"{part['worth']:+.4f}" + ("" if part["kept"] else ", closed"))
+            error = "" if part is None or part.get("stderr") is None else f" ± {part['stderr']:.4f}"
+            cells.append("" if part is None else f"{part['worth']:+.4f}{error}" + ("" if part["kept"] else ", closed"))
     return _table(titles, rows, numbers=len(titles) - 3) if rows else []
 
 

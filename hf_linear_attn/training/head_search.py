@@ -26,7 +26,7 @@ from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
 from ..utils.models import Batch, model_inputs, shared_copy
 from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
-from .losses import model_loss
+from .losses import model_losses
 from .transfer import exact_length, longest_row
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def find_exact_heads(
                 if not is_language_model:
                     with torch.no_grad(), exact_attention(gated):
                         exact = gated(**inputs)
-                gradients = torch.autograd.grad(model_loss(outputs, inputs, exact), list(gates.values()))
+                gradients = torch.autograd.grad(model_losses(outputs, inputs, exact).mean(), list(gates.values()))
             for layer, gradient in zip(gates, gradients, strict=True):
                 gains[layer] = gains.get(layer, 0.0) - gradient.detach().cpu() / len(batches)
     gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}

@@ -72,7 +72,12 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def embedding_loss(embeddings: Tensor, expected: Tensor) -> Tensor:
     """Return `Σ (1 - cos(e, e'))` over N embeddings `[N, D]` and those that are expected."""
-    return (1 - functional.cosine_similarity(embeddings.float(), expected.float(), dim=-1)).sum()
+    return _embedding_losses(embeddings, expected).sum()
+
+
+def _embedding_losses(embeddings: Tensor, expected: Tensor) -> Tensor:
+    """Return the loss of each embedding, `[N]`."""
+    return 1 - functional.cosine_similarity(embeddings.float(), expected.float(), dim=-1)
 
 
 def row_losses(
@@ -95,44 +100,53 @@ def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     The factor T² keeps the size of the gradient independent of the temperature T (Hinton et al. 2015,
     arXiv:1503.02531). Scores (C = 1) have no distribution: their loss is the squared difference.
     """
+    return _logits_losses(student, teacher, temperature).sum()
+
+
+def _logits_losses(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return the loss of the logits `[N, C]` of each target, `[N]`."""
     if student.shape[-1] == 1:
-        return (student.float() - teacher.float()).square().sum()
+        return (student.float() - teacher.float()).square().squeeze(-1)
     log_q = functional.log_softmax(student.float() / temperature, dim=-1)
     log_p = functional.log_softmax(teacher.float() / temperature, dim=-1)
-    return temperature**2 * functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
+    return temperature**2 * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
-def model_loss(outputs: Any, inputs: Mapping[str, Tensor], exact: Any | None) -> Tensor:
-    """Return the loss of the next tokens, or the divergence of outputs from those of exact attention if given.
+def model_losses(outputs: Any, inputs: Mapping[str, Tensor], exact: Any | None) -> Tensor:
+    """Return the loss of each next token, or the divergence of each output from that of exact attention if given.
 
-    The divergence is that of logits in nats, or `1 - cosine` of mean-pooled embeddings.
+    The divergence is that of logits in nats, one for each row or real token, or `1 - cosine` of mean-pooled embeddings.
     """
     if exact is None:
-        return _next_token_loss(outputs.logits, inputs)
-    return _output_divergence(outputs, exact, inputs.get("attention_mask"))
+        return _next_token_losses(outputs.logits, inputs)
+    return _output_divergences(outputs, exact, inputs.get("attention_mask"))
 
 
-def _next_token_loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean loss of the next tokens of inputs, given the logits `[B, L, C]`; padding has none."""
+def _next_token_losses(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of each next token of inputs, given the logits `[B, L, C]`; padding has none."""
     labels = inputs["input_ids"]
     if "attention_mask" in inputs:
         labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    labels = labels[:, 1:].flatten()
+    losses = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="none"
+    )
+    return losses[labels != IGNORED]
 
 
-def _output_divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:
-    """Return the mean divergence of outputs from exact ones, over rows, real tokens or embeddings."""
+def _output_divergences(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:
+    """Return the divergence of each output from the exact one: of rows, real tokens or embeddings."""
     if "logits" not in outputs:
         if "last_hidden_state" not in outputs:
             raise NotImplementedError(f"{type(outputs).__name__} has neither logits nor last_hidden_state to compare.")
         output, target = (mean_pooling(part.last_hidden_state, attention_mask) for part in (outputs, exact))
-        return embedding_loss(output, target) / len(output)
+        return _embedding_losses(output, target)
     output, target = outputs.logits, exact.logits
     if output.dim() == 3:
         ones = torch.ones_like(output[..., 0], dtype=torch.bool)
         real = ones if attention_mask is None else attention_mask.bool()
         output, target = output[real], target[real]
-    return logits_loss(output, target, 1.0) / len(output)
+    return _logits_losses(output, target, 1.0)
 
 
 def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:

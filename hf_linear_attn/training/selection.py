@@ -20,10 +20,14 @@ from ..integration.models import check_model, check_patched
 from ..mechanisms.head_mixture import linear_mechanism
 from ..mechanisms.window import CLOSED_MIX, WindowAttention, is_closed
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
-from .losses import model_loss
+from .losses import model_losses
 
 if TYPE_CHECKING:
     import pandas
+
+
+#: Columns of the table of `LinearParts`.
+COLUMNS = ["layer", "worth", "stderr", "kept"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +36,7 @@ class LinearParts:
 
     Attributes:
         table: A row for each layer with a linear part that was open: `layer`, `worth` (the loss without the part, minus
-            that with it) and whether it is `kept`.
+            that with it), its standard error `stderr`, and whether it is `kept`.
         loss: The loss with all parts open, with all closed, and with those that are `kept`.
     """
 
@@ -60,10 +64,11 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
 
     A closed part has weights of zero: only window, sinks and store of the layer remain. The loss is that of the next
     tokens in a language model, and otherwise the divergence of the outputs from those of exact attention: of logits in
-    nats, or `1 - cosine` of mean-pooled embeddings. Of three models, with all parts open, with those open that are
-    worth something by themselves, and with none, the one with the least loss remains, and that with fewer open parts if
-    two are equal. This takes a pass over the batches for each layer with such a part, and at most three more. Batches
-    must be held out: a part fits its training text, and can do harm on any other.
+    nats, or `1 - cosine` of mean-pooled embeddings. A part is closed if the loss is lower without it by more than the
+    standard error of the difference, over tokens or rows: closing by less would fit the noise of a few rows. If then
+    the model with all parts open, or with none, is better by more than the standard error, that remains. This takes a
+    pass over the batches for each layer with such a part, and at most three more. Batches must be held out: a part fits
+    its training text, and can do harm on any other.
 
     Args:
         model: A patched model. Layers without a window, or without an open part, are left as they are.
@@ -93,7 +98,7 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
         if isinstance(part, WindowAttention) and not bool(is_closed(part.log_mix).all())
     }
     if not weights:
-        return LinearParts(pd.DataFrame(columns=["layer", "worth", "kept"]), {})
+        return LinearParts(pd.DataFrame(columns=COLUMNS), {})
     with evaluation_mode(model):
         exact: list[Any] = [None] * len(inputs)
         if not predicts_next_tokens(model):
@@ -101,30 +106,36 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
                 exact = [model(**batch) for batch in inputs]
 
         @cache
-        def loss_with(opened: frozenset[int]) -> float:
+        def losses_with(opened: frozenset[int]) -> Tensor:
             with _only(opened, weights):
-                losses = [
-                    model_loss(model(**batch), batch, target) for batch, target in zip(inputs, exact, strict=True)
-                ]
-            return float(torch.stack(losses).mean())
+                pairs = zip(inputs, exact, strict=True)
+                return torch.cat([model_losses(model(**batch), batch, target).double() for batch, target in pairs])
 
-        if not math.isfinite(loss_with(frozenset())):
+        def excess(opened: frozenset[int], other: frozenset[int]) -> tuple[float, float]:
+            """Return by how much the loss is above another one, and the standard error of the difference."""
+            difference = losses_with(opened) - losses_with(other)
+            deviation = float(difference.std()) if len(difference) > 1 else math.nan
+            return float(difference.mean()), deviation / math.sqrt(len(difference))
+
+        everything, nothing = frozenset(weights), frozenset[int]()
+        if not math.isfinite(float(losses_with(nothing).mean())):
             raise ValueError(
                 "The loss of the model is not finite with all linear parts closed. Give batches with two real tokens "
                 "or more each, and a model without NaN or infinite weights."
             )
-
-        everything, nothing = frozenset(weights), frozenset[int]()
-        with_all = loss_with(everything)
-        worth = {layer: loss_with(everything - {layer}) - with_all for layer in weights}
-        useful = frozenset(layer for layer, value in worth.items() if value > 0)
-        opened = min((nothing, useful, everything), key=loss_with)
-        losses = {"all open": with_all, "all closed": loss_with(nothing), "kept": loss_with(opened)}
+        worth = {layer: excess(everything - {layer}, everything) for layer in weights}
+        opened = frozenset(layer for layer, (mean, stderr) in worth.items() if not mean < -stderr)
+        for other in (everything, nothing):
+            mean, stderr = excess(opened, other)
+            if mean > stderr:
+                opened = other
+        models = {"all open": everything, "all closed": nothing, "kept": opened}
+        losses = {name: float(losses_with(layers).mean()) for name, layers in models.items()}
     for layer, log_mix in weights.items():
         if layer not in opened:
             log_mix.fill_(CLOSED_MIX)
-    rows = [(layer, value, layer in opened) for layer, value in worth.items()]
-    table = pd.DataFrame(rows, columns=["layer", "worth", "kept"])
+    rows = [(layer, *value, layer in opened) for layer, value in worth.items()]
+    table = pd.DataFrame(rows, columns=COLUMNS)
     return LinearParts(table, losses)
 
 

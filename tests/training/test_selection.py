@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ def mixes(model: Any) -> list[Tensor]:
     return [getattr(module, "mechanism", module).log_mix for module in modules]
 
 
-def loss(model: Any, exact: Any, closed: tuple[int, ...]) -> float:
-    """The loss with some layers closed, from its definition."""
+def losses(model: Any, exact: Any, closed: tuple[int, ...]) -> Tensor:
+    """The loss of each token or row with some layers closed, from its definition."""
     model = copy.deepcopy(model)
     for layer in closed:
         mixes(model)[layer].data.fill_(-1e5)
@@ -46,30 +47,49 @@ def loss(model: Any, exact: Any, closed: tuple[int, ...]) -> float:
             ids = row["input_ids"]
             if exact is None:
                 logits = model(**row).logits
-                values.append(functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:]))
+                values.append(functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none"))
             else:
                 own, target = (one(**row).last_hidden_state.mean(dim=1) for one in (model, exact))
-                values.append(1 - functional.cosine_similarity(own, target).mean())
-    return float(torch.stack(values).mean())
+                values.append(1 - functional.cosine_similarity(own, target))
+    return torch.stack(values).flatten().double()
+
+
+def harm(model: Any, exact: Any, closed: tuple[int, ...], than: tuple[int, ...] = ()) -> tuple[float, float]:
+    """By how much the loss with some layers closed is above that with others, and its standard error."""
+    difference = losses(model, exact, closed) - losses(model, exact, than)
+    return float(difference.mean()), float(difference.std() / len(difference) ** 0.5)
 
 
 @pytest.mark.parametrize("family", [LLAMA, BERT], ids=["llama", "bert"])
-def test_what_remains_is_the_best_of_three(family: Family) -> None:
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_parts_that_do_harm_beyond_the_noise_are_closed(family: Family, scale: float) -> None:
     model = patched(family)
+    for mix in mixes(model):
+        mix.data *= scale
     exact = None if family is LLAMA else hla.unpatch_model(copy.deepcopy(model))
     before = copy.deepcopy(model)
     result = hla.close_harmful_parts(model, rows())
-    everything = loss(before, exact, ())
-    expected = [loss(before, exact, (layer,)) - everything for layer in (0, 1)]
-    assert result.table["worth"].tolist() == pytest.approx(expected, abs=1e-5)
-    harmful = tuple(layer for layer in (0, 1) if expected[layer] <= 0)
-    losses = [everything, loss(before, exact, (0, 1)), loss(before, exact, harmful)]
-    assert list(result.loss.values()) == pytest.approx([*losses[:2], min(losses)], abs=1e-5)
-    assert loss(model, exact, ()) == pytest.approx(min(losses), abs=1e-5)
+    expected = [harm(before, exact, (layer,)) for layer in (0, 1)]
+    assert result.table[["worth", "stderr"]].to_numpy() == pytest.approx(np.array(expected), abs=1e-5)
+    kept = tuple(layer for layer in (0, 1) if expected[layer][0] < -expected[layer][1])
+    for other in ((), (0, 1)):
+        above, stderr = harm(before, exact, kept, other)
+        kept = other if above > stderr else kept
+    assert tuple(result.closed) == kept
+    means = [float(losses(before, exact, closed).mean()) for closed in ((), (0, 1), kept)]
+    assert list(result.loss.values()) == pytest.approx(means, abs=1e-5)
+    assert float(losses(model, exact, ()).mean()) == pytest.approx(means[2], abs=1e-5)
     for layer, mix in enumerate(mixes(model)):
         expected_mix = torch.full_like(mix, CLOSED_MIX) if layer in result.closed else mixes(before)[layer]
         assert torch.equal(mix, expected_mix)
     assert "all closed" in repr(result)
+
+
+def test_one_row_is_too_few_to_close_a_part() -> None:
+    model = patched(BERT)
+    result = hla.close_harmful_parts(model, [{"input_ids": rows()[0]["input_ids"][:1]}])
+    assert not result.closed
+    assert result.table["stderr"].isna().all()
 
 
 def test_closed_parts_stay_closed_through_calibration_and_files(tmp_path: Any) -> None:
@@ -93,5 +113,5 @@ def test_bad_batches_are_errors() -> None:
         hla.close_harmful_parts(model, [])
     before = copy.deepcopy(mixes(model))
     with pytest.raises(ValueError, match="not finite"):  # one token predicts nothing
-        hla.close_harmful_parts(model, [*rows(), {"input_ids": torch.tensor([[5]])}])
+        hla.close_harmful_parts(model, [{"input_ids": torch.tensor([[5]])}])
     assert all(map(torch.equal, mixes(model), before))
