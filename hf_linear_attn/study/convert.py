@@ -39,7 +39,7 @@ from ..utils.options import make_config, to_dict
 from ..utils.timing import is_measurable
 from .budgets import Budget, choose
 from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
-from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics
+from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics, tensors_of
 
 #: In the names of parameters that mechanisms have learned.
 LEARNED = f".{SUBMODULE}."
@@ -178,7 +178,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
             run.measure("closed", student)
         # Distillation may shard its teacher; the control and the timing need complete models.
         control = copy.deepcopy(teacher) if config.control and is_patched(student) else None
-        before = _parameters(student)
+        before = _copies(student)
         student = _distill(run, teacher, student, "distill", "distilled")
         if _take_back_if_worse(run, student, before, "distilled"):
             run.measure("converted", student)
@@ -459,7 +459,7 @@ def _transfer(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
     # At least one row, which is trained on as well if it is the only one.
     count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
     train, validation = rows.select(range(max(len(rows) - count, 1))), rows.select(range(len(rows) - count, len(rows)))
-    before = _parameters(student, LEARNED)
+    before = _copies(student, LEARNED)
     student = run.learned("transfer", student, partial(run.transfer, student, train, validation), LEARNED)
     run.measure("transferred", student)
     _take_back_if_worse(run, student, before, "transferred")
@@ -483,13 +483,13 @@ def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: s
     return cast(PreTrainedModel, student)
 
 
-def _parameters(model: nn.Module, part: str = "") -> dict[str, Tensor]:
-    """Return copies of the parameters whose names contain `part`."""
-    return {name: value.detach().clone() for name, value in model.named_parameters() if part in name}
+def _copies(model: nn.Module, part: str = "") -> dict[str, Tensor]:
+    """Return copies of the tensors that a stage may change and whose names contain `part`."""
+    return {name: value.detach().clone() for name, value in tensors_of(model, part).items()}
 
 
 def _take_back_if_worse(run: TrainingRun, student: nn.Module, before: dict[str, Tensor], result: str) -> bool:
-    """Give a student the parameters from before a stage that ended worse than it began; return whether it did."""
+    """Give a student the tensors from before a stage that ended worse than it began; return whether it did."""
     is_worse = _is_worse(run, result)
     if is_worse:
         stage = {"transferred": "Attention transfer", "distilled": "Distillation"}[result]

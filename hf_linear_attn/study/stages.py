@@ -277,14 +277,14 @@ class TrainingRun:
             stage: The label of the stage.
             model: A complete model, as it was before the stage.
             train: Trains, and returns a complete model and what was done.
-            part: What the names of trained parameters contain; empty for all.
+            part: What the names of trained tensors contain; empty for all.
         """
         trained: list[Any] = [model]
 
         def values() -> tuple[Any, dict[str, Tensor]]:
             trained[0], progress = train()
             self.state[stage] = json_safe(progress)
-            return progress, {name: value for name, value in trained[0].named_parameters() if part in name}
+            return progress, tensors_of(trained[0], part)
 
         known = stage in self.state
         parameters = self.study.learned(self._conditions(stage), values, label=stage)
@@ -517,6 +517,12 @@ class TrainingRun:
         api.create_repo(repository, private=self.config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Add a linear-attention model")
         self.say(f"Pushed to https://huggingface.co/{repository}")
+
+
+def tensors_of(model: nn.Module, part: str) -> dict[str, Tensor]:
+    """Return the parameters and the saved buffers (a stage may draw features anew) whose names contain `part`."""
+    saved, tensors = model.state_dict(), (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in tensors if part in name and name in saved}
 
 
 def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:

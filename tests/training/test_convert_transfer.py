@@ -94,11 +94,15 @@ def test_a_distillation_is_compared_with_the_model_that_it_began_with() -> None:
         assert stages._is_worse(run, "distilled") is is_worse  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_distillation_that_harms_is_taken_back(lora_rank: int, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"distill__lora_rank": 2}, {"attention": "favor+", "options": {"redraw_every": 2}}],
+    ids=["all weights", "adapters", "features drawn anew"],
+)
+def test_a_distillation_that_harms_is_taken_back(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     """With a learning rate that is far too high, the saved model is what it was before the distillation."""
     changes = {"teacher__max_steps": None, "transfer__max_steps": 0, "distill__learning_rate": 20.0}
-    text = {"task_type": "causal-lm", "data__text_columns": ["text"], "distill__lora_rank": lora_rank}
+    text = {"task_type": "causal-lm", "data__text_columns": ["text"], **options}
     out, screen = tmp_path / "out", io.StringIO()
     config = convert_config(folder / "decoder", folder / "text" / "text.txt", out, **text, **changes)
     metrics = convert(config, console=Console(file=screen, width=200))["stages"]
