@@ -514,7 +514,9 @@ def _is_worse(run: TrainingRun, result: str) -> bool:
         stage = "patched"
     before = state.get(stage, {})
     names = [data.metric] if data.metric_names else [name for name in after if name.endswith("loss")]
-    known = [name for name in names if None not in (before.get(name), after.get(name))]
+    known = [name for name in names if name in after and before.get(name) is not None]
+    if any(after[name] is None for name in known):  # no number any more: NaN or infinite
+        return True
     change = sum(after[name] - before[name] for name in known)
     return bool(change < 0 if data.greater_is_better else change > 0)
 
