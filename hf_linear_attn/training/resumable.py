@@ -23,7 +23,7 @@ from ..integration.context import SUBMODULE
 from ..utils.files import remove_partial_files, replace_folder
 from .sharding import check_sharding, fill_copy, is_sharded, meta_copy, name_layers, release, reshard, shards_models
 
-#: In a checkpoint: parameters that neither PEFT's adapter file nor a frozen base holds.
+#: In a checkpoint: learned parts of mechanisms that neither PEFT's adapter file nor a frozen base holds.
 LEARNED_FILE = "linear_attention.safetensors"
 
 
@@ -324,10 +324,11 @@ class ResumableTrainer(Trainer):
         """Save the model, and the learned parts of its mechanisms beside adapters."""
         super().save_model(output_dir, _internal_call)
         if hasattr(self.model, "peft_config") and self.args.should_save and not self.shards_models:
+            trained = (item for item in self.model.named_parameters() if item[1].requires_grad)
             learned = {  # PEFT saves what it has been told to save, and its adapters.
-                name: parameter.detach().cpu().contiguous()
-                for name, parameter in self.model.named_parameters()
-                if is_learned(name) and parameter.requires_grad and "modules_to_save" not in name
+                name: tensor.detach().cpu().contiguous()
+                for name, tensor in (*trained, *self.model.named_buffers())
+                if is_learned(name) and "modules_to_save" not in name
             }
             save_file(learned, str((Path(output_dir) if output_dir else self._output_folder) / LEARNED_FILE))
 

@@ -130,6 +130,20 @@ def test_killed_after_a_distillation_that_drew_features_anew(
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+def test_killed_while_adapters_are_trained_and_features_drawn_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = (folder / "encoder", folder / "task")
+    options: dict[str, Any] = {"attention": "favor+", "options": {"redraw_every": 2}, "distill__lora_rank": 2}
+    convert(convert_config(*paths, tmp_path / "whole", **options), console=quiet())
+    with monkeypatch.context() as patch:
+        at_step(patch, "distill", 3, kill)
+        with pytest.raises(Killed):
+            convert(convert_config(*paths, tmp_path / "out", **options), console=quiet())
+    convert(convert_config(*paths, tmp_path / "out", **options, resume=True), console=quiet())
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
 def test_killed_in_the_control(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The conversion before it is not repeated, and the control ends as the undisturbed one."""
     paths = (folder / "encoder", folder / "task")
