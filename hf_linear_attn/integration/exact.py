@@ -54,7 +54,7 @@ class AttentionCall:
         sees_a_key = self.allowed.any(dim=-1).expand(self.query.shape[:3])
         if self.padding is None or self.padding.dim() != 2:
             return sees_a_key
-        return sees_a_key & self.padding[:, None, -self.query.shape[2] :]
+        return sees_a_key & self.inputs().of_queries(self.padding).unsqueeze(1)
 
     def exact_weights(self) -> Tensor:
         """Return the softmax weights `[B, H, L, S]`."""

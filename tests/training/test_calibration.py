@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
@@ -16,7 +17,8 @@ from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.registry import ATTENTIONS
-from tests.tiny_models import BERT, LLAMA, VOCABULARY, Family
+from hf_linear_attn.training import calibration
+from tests.tiny_models import BERT, LLAMA, MAX_LENGTH, VOCABULARY, Family
 
 WINDOW, SINKS, LENGTH = 5, 2, 40
 
@@ -90,6 +92,19 @@ def test_attention_outside_of_the_window_is_that_of_the_exact_model(
     assert result.table["exact"].to_numpy() == pytest.approx(torch.cat(expected).numpy(), abs=2e-4)
     assert result.within(1.01) == 1.0
     assert "0." in repr(result)
+
+
+@pytest.mark.parametrize("family", [LLAMA, BERT], ids=str)
+def test_padding_changes_nothing(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows of so many tokens, some runs of queries are counted; here all of them."""
+    monkeypatch.setattr(calibration, "DRAWS", 64)
+    exact, tables = sharp(family), []
+    for size in (0, MAX_LENGTH - LENGTH):
+        model = hla.patch_model(copy.deepcopy(exact), "window", window_size=WINDOW, sink_tokens=SINKS)
+        masked = ({**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows())
+        batches = [{name: pad(x, (0, size)) for name, x in batch.items()} for batch in masked]
+        tables.append(hla.calibrate(model, batches, max_length=LENGTH).table)
+    assert tables[1].to_numpy() == pytest.approx(tables[0].to_numpy(), abs=2e-4)
 
 
 @pytest.mark.parametrize(("family", "causal"), [(LLAMA, True), (BERT, False)], ids=["llama", "bert"])
