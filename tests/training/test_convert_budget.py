@@ -7,6 +7,8 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.config import DataConfig, TimingConfig
@@ -15,7 +17,7 @@ from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.options import ConvertConfig, DistillConfig
 from tests.slow_cases import slow
-from tests.tiny_models import save_checkpoint
+from tests.tiny_models import VOCABULARY, save_checkpoint
 from tests.training.tiny_runs import quiet
 
 
@@ -50,6 +52,58 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert f"For {budget}: " in card
     assert ("As saved: " in card) == ("cache" not in budget)
+
+
+#: Architecture and config: heads of 32 to 256, one key-value head, normalised queries and keys, windows of their own.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "heads of 32": ("llama", {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}),
+    "qk-norm": ("qwen3", {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}),
+    "one head of 256": (
+        "gemma3_text",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 16}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    ),
+    "windows in some layers": (
+        "ministral",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "sliding_window": 16}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", ["windows in some layers", *slow("heads of 32", "qk-norm", "one head of 256")])
+def test_a_budget_serves_every_shape_of_heads(shape: str, folder: Path, tmp_path: Path) -> None:
+    architecture, config = SHAPES[shape]
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 512}
+    save_checkpoint(tmp_path / "exact", architecture, AutoModelForCausalLM, **tokens, **config)
+    results = convert(
+        model=str(tmp_path / "exact"),
+        output=str(tmp_path / "out"),
+        budget="40% cache at 2000",
+        data={"dataset": str(folder / "text" / "text.txt"), "max_length": 128},
+        distill={"max_steps": 1, "per_device_train_batch_size": 1},
+        speed={"lengths": []},
+        console=quiet(),
+    )
+    assert results["stages"]["calibration"]["within_factor_2"] > 0.5
+    model: Any = hla.load_pretrained(str(tmp_path / "out" / "model"), AutoModelForCausalLM)
+    own_windows = [index for index, kind in enumerate(config.get("layer_types", ())) if kind == "sliding_attention"]
+    assert all(hla.patch_report(model).layers[index].attention == "softmax" for index in own_windows)
+    # With the cache and without it the model says the same.
+    ids = torch.randint(1, VOCABULARY, (1, 150), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = model(ids[:, :140], use_cache=True).past_key_values
+        steps = [model(ids[:, token : token + 1], past_key_values=cache).logits for token in range(140, 150)]
+    assert torch.allclose(torch.cat(steps, dim=1), whole[:, 140:], atol=2e-3 * float(whole.abs().max()))
+
+
+def test_a_model_of_windows_alone_has_nothing_to_convert(folder: Path, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "exact", "mistral", sliding_window=16)
+    data = {"dataset": str(folder / "text" / "text.txt")}
+    with pytest.raises((ValueError, NotImplementedError), match="sliding"):
+        convert(model=str(tmp_path / "exact"), output=str(tmp_path / "out"), budget="40% cache at 2000", data=data)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("row_length", [160, *slow(256)])
