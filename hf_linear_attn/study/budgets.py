@@ -171,9 +171,11 @@ def choose(
     """Choose exact heads and windows for a budget.
 
     A budget of cache is met by arithmetic: the widest windows that take `WINDOW_SHARE` of it, and as many exact heads
-    as the rest holds. For the others the shares of `SHARES` are measured in turn, with windows of a quarter of the
-    rows and before any training: for a budget of quality from none on until the damage is within it, for one of speed
-    from the largest share down until the model is fast enough.
+    as the rest holds. Where it holds none, the windows are the widest within the budget that fill no more than half of
+    the longest training row, so that the other half trains what is outside of them. For the others the shares of
+    `SHARES` are measured in turn, with windows of a quarter of the rows and before any training: for a budget of
+    quality from none on until the damage is within it, for one of speed from the largest share down until the model is
+    fast enough.
 
     Args:
         budget: Of cache, of speed, or of lost perplexity, nats or recall.
@@ -188,7 +190,7 @@ def choose(
     """
     if budget.cost == "cache":
         window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
-        return _by_cache(model, budget.limit / 100, budget.length, window_options)
+        return _by_cache(model, budget.limit / 100, budget.length, window_options, longest)
     unit, window = budget.unit, max([width for width in WINDOWS if 4 * width <= longest], default=WINDOWS[0])
     tried = []
     for share in SHARES if unit is not None else reversed(SHARES):
@@ -201,7 +203,7 @@ def choose(
     raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. Allow more, or use plan.")
 
 
-def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions) -> Choice:
+def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions, longest: int) -> Choice:
     """Choose by the bytes of caches and states after `length` tokens, relative to exact attention in float32.
 
     Layers that see a sliding window only keep their caches, and do not count.
@@ -226,5 +228,8 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
     exact = length * tokens / whole
     heads, state = sum(shape.num_key_value_heads for shape in shapes), states[window]
     share = min(int(heads * (limit - state) / max(exact - state, 1e-9)), heads - 1) / heads
+    if not share:
+        window = max([window, *(width for width in within if 2 * width <= longest)])
+        state = states[window]
     reason = f"{share * exact + (1 - share) * state:.1%} of the cache at {length:,} tokens"
     return Choice(share, window, f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads take {reason}")

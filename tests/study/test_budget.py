@@ -35,3 +35,14 @@ def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[
     if options.get("cache_dtype") and percent == 12:
         float32 = choose(Budget.parse(f"{percent}% cache at {length}"), model, 0, lambda share, window: None)
         assert choice.share > 2 * float32.share
+
+
+@pytest.mark.parametrize(("longest", "window"), [(0, 256), (1024, 512), (8192, 1024)])
+def test_where_no_head_fits_the_windows_take_the_budget(longest: int, window: int) -> None:
+    model = tiny_model("llama", num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, hidden_size=256)
+    budget = Budget.parse("25% cache at 8192")
+    choice = choose(budget, model, longest, lambda share, window: None)
+    assert (choice.share, choice.window) == (0.0, window)
+    hla.patch_model(model, "window", window_size=choice.window)
+    state = sum(module.linear_attention.state_bytes(8192) for module in attention_modules(model))
+    assert state <= 0.25 * 3 * 8192 * 2 * 64 * 4
