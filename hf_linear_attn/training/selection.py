@@ -127,7 +127,7 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
         opened = frozenset(layer for layer, (mean, stderr) in worth.items() if not mean < -stderr)
         for other in (everything, nothing):
             mean, stderr = excess(opened, other)
-            if mean > stderr:
+            if mean > stderr or not math.isfinite(float(losses_with(opened).mean())):
                 opened = other
         models = {"all open": everything, "all closed": nothing, "kept": opened}
         losses = {name: float(losses_with(layers).mean()) for name, layers in models.items()}

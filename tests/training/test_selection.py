@@ -85,6 +85,15 @@ def test_parts_that_do_harm_beyond_the_noise_are_closed(family: Family, scale: f
     assert "all closed" in repr(result)
 
 
+def test_parts_with_which_the_loss_is_not_finite_are_closed() -> None:
+    model = patched(LLAMA)
+    mixes(model)[1].data.fill_(float("nan"))
+    result = hla.close_harmful_parts(model, rows())
+    assert np.isnan(result.loss["all open"])
+    assert result.loss["kept"] == result.loss["all closed"]
+    assert result.closed == [0, 1]
+
+
 def test_one_row_is_too_few_to_close_a_part() -> None:
     model = patched(BERT)
     result = hla.close_harmful_parts(model, [{"input_ids": rows()[0]["input_ids"][:1]}])
