@@ -169,20 +169,19 @@ def budget_lines(config: TrainingRunConfig, state: dict[str, Any]) -> list[str]:
     text, reason = getattr(config, "budget", None), state.get("exact_heads", {}).get("reason")
     if not text or not reason:
         return []
-    budget, lines = Budget.parse(text), [f"For {text}: {reason}."]
+    budget, lines, value, measured = Budget.parse(text), [f"For {text}: {reason}."], None, ""
     if budget.cost == "speedup":
         speed = state.get("speed") or {}
         rows = dict(zip(speed.get("lengths", ()), speed.get("rows", {}).get("student", ()), strict=True))
-        value = rows.get(budget.length, {}).get("speedup")
-        measured = "" if value is None else f"{value:.2f}x"
+        timed = rows.get(budget.length)
+        if timed is not None and is_measurable(timed["speedup_p20"], timed["speedup_p80"]):
+            value, measured = timed["speedup"], f"{timed['speedup']:.2f}x"
     elif budget.unit is not None:
         recall = budget.unit.name == "recall"
         exact = state.get("recall, teacher" if recall else "teacher")
         saved = state.get("recall, this model") if recall else _final(state)
         value = budget.unit.damage(exact, saved) if exact and saved else None
         measured = "" if value is None else budget.unit.format(value)
-    else:
-        value, measured = None, ""
     if measured:
         lines += ["", f"As saved: {measured}, which is {'within' if budget.is_met(value) else 'beyond'} the budget."]
     return lines

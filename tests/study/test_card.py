@@ -76,6 +76,15 @@ def test_a_budget_is_compared_with_the_model_as_saved(budget, measured):
     assert (f"As saved: {measured} the budget." in card) if measured else ("As saved" not in card)
 
 
+def test_a_speedup_that_is_lost_in_noise_is_not_said_to_be_within_a_budget():
+    noisy = copy.deepcopy(SPEED)
+    noisy["rows"]["student"][1] |= {"speedup": 2.5, "speedup_p20": 0.8, "speedup_p80": 2.9}
+    state = {"exact_heads": {"reason": "windows of 256 tokens"}, "speed": noisy}
+    card = model_card(ConvertConfig(model="m", budget="2x at 2048"), facts(), state)
+    assert "For 2x at 2048: " in card
+    assert "As saved" not in card
+
+
 def timing(median, ratio, low, high):
     return {"value": median, "speedup": ratio, "speedup_p20": low, "speedup_p80": high}
 
