@@ -124,10 +124,11 @@ def model_losses(outputs: Any, inputs: Mapping[str, Tensor], exact: Any | None) 
 
 def _next_token_losses(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the loss of each next token of inputs, given the logits `[B, L, C]`; padding has none."""
-    labels = inputs["input_ids"]
+    labels = inputs["input_ids"][:, 1:]
     if "attention_mask" in inputs:
-        labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    labels = labels[:, 1:].flatten()
+        real = inputs["attention_mask"].bool()
+        labels = labels.masked_fill(~(real[:, :-1] & real[:, 1:]), IGNORED)  # What precedes it may be padding, too.
+    labels = labels.flatten()
     losses = functional.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="none"
     )

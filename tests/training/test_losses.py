@@ -16,11 +16,13 @@ from hf_linear_attn.training.losses import (
     count_targets,
     hidden_loss,
     logits_loss,
+    model_losses,
     row_losses,
     select_targets,
     task_loss,
 )
 from tests.comparing import assert_close
+from tests.inputs import padded_batch, token_ids
 from tests.small import patched
 from tests.tiny_models import BERT, GPT2
 from tests.training.tiny_data import Rows, classifier, collate, config
@@ -255,6 +257,14 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
     }
     losses = [terms(student, teacher, each, tmp_path, **WEIGHTS)[1].detach() for each in (longer, batch)]
     assert_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_next_tokens_of_a_padded_batch_are_those_of_its_rows(side: str) -> None:
+    model, tokens = GPT2.build(), [token_ids(1, length, seed=length)[0] for length in (5, 9)]
+    padded, alone = padded_batch(tokens, side), [{"input_ids": row[None]} for row in tokens]
+    losses = [model_losses(model(**batch), batch, None) for batch in (padded, *alone)]
+    assert_close(losses[0], torch.cat(losses[1:]))
 
 
 @pytest.mark.parametrize("attention", ["window", "hedgehog", "exact"])
