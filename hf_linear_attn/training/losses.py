@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ..data.task_data import IGNORED
 from ..integration.exact import AttentionCall
@@ -26,6 +27,9 @@ RUN_LENGTH = 32
 #: Largest number of attention weights `[rows, H, queries, S]` in memory at a time. Each block is differentiated before
 #: the next one is computed, so this bounds the memory for any batch size, length and number of layers.
 BLOCK_ENTRIES = 2**24
+
+#: Targets whose losses are computed in one piece.
+TARGETS = 256
 
 
 def select_targets(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
@@ -67,7 +71,9 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         losses = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
         return losses.mean(-1).sum()
-    return functional.cross_entropy(logits.float(), labels, reduction="sum")
+    return _summed(
+        lambda own, expected: functional.cross_entropy(own.float(), expected, reduction="sum"), logits, labels
+    )
 
 
 def embedding_loss(embeddings: Tensor, expected: Tensor) -> Tensor:
@@ -100,7 +106,19 @@ def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     The factor T² keeps the size of the gradient independent of the temperature T (Hinton et al. 2015,
     arXiv:1503.02531). Scores (C = 1) have no distribution: their loss is the squared difference.
     """
-    return _logits_losses(student, teacher, temperature).sum()
+    return _summed(lambda own, expected: _logits_losses(own, expected, temperature).sum(), student, teacher)
+
+
+def _summed(loss: Callable[[Tensor, Tensor], Tensor], student: Tensor, expected: Tensor) -> Tensor:
+    """Return a loss that is a sum over targets. What it keeps for gradients is computed again, piece by piece.
+
+    The logits of a language model may be the largest tensors of a step, and a loss makes several of their size.
+    """
+    if len(student) <= TARGETS:
+        return loss(student, expected)
+    pieces = zip(student.split(TARGETS), expected.split(TARGETS), strict=True)
+    losses = [checkpoint(loss, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return torch.stack(losses).sum()
 
 
 def _logits_losses(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

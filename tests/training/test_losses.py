@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer
 from hf_linear_attn.training.losses import (
+    TARGETS,
     count_targets,
     hidden_loss,
     logits_loss,
@@ -341,3 +343,35 @@ def test_an_evaluation_has_the_loss_of_the_task_only(tmp_path: Path) -> None:
         parts, factors, _ = trainer.loss_terms(student, dict(batch), batch["labels"])
     assert parts.keys() == {"task"}
     assert factors == {"task": 1.0}
+
+
+def _keep(kept: list[Tensor], tensor: Tensor) -> Tensor:
+    kept.append(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize("kind", ["labels", "logits"])
+def test_losses_of_many_targets_keep_little_for_gradients(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(TARGETS * 2 + 7, 50, generator=generator, requires_grad=True)
+    if kind == "labels":
+        expected = torch.randint(50, (len(logits),), generator=generator)
+        whole = torch.nn.functional.cross_entropy(logits, expected, reduction="sum")
+        loss = partial(task_loss, logits, expected)
+    else:
+        expected = torch.randn(logits.shape, generator=generator)
+        log_p, log_q = ((part / 2).log_softmax(-1) for part in (expected, logits))
+        whole = 4 * (log_p.exp() * (log_p - log_q)).sum()
+        loss = partial(logits_loss, logits, expected, 2.0)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(partial(_keep, kept), lambda tensor: tensor):
+        value = loss()
+    own = {logits.untyped_storage().data_ptr()}
+    others = [
+        tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in own and tensor.is_floating_point()
+    ]
+    assert sum(tensor.numel() for tensor in others) <= (0 if kind == "labels" else teacher.numel())
+    assert float(value) == pytest.approx(float(whole), rel=1e-5)
+    (gradient,) = torch.autograd.grad(value, logits)
+    (expected_gradient,) = torch.autograd.grad(whole, logits)
+    assert torch.allclose(gradient, expected_gradient, atol=1e-5)
