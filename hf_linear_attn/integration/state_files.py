@@ -64,7 +64,7 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
 
 
 def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
-    """Read a cache that `save_state` has written: decoding goes on from it bit-equally.
+    """Read a cache that `save_state` has written: decoding goes on from it bit-equally, with exact heads to rounding.
 
     Args:
         model: The same patched model: class, linear attention and weights are compared (weights that are offloaded or
