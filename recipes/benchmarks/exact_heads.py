@@ -1,0 +1,248 @@
+"""Which heads should stay exact: ways to rank the heads of a decoder, by the recall that each share of them keeps."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import hf_linear_attn as hla
+from hf_linear_attn.data.files import text_documents
+from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
+from hf_linear_attn.data.text import packed_rows
+from hf_linear_attn.demo import resolve_model
+from hf_linear_attn.integration.context import attention_modules
+from hf_linear_attn.integration.discovery import self_attention
+from hf_linear_attn.integration.exact import AttentionCall, observe_attention
+from hf_linear_attn.measure.quality import measure_perplexity
+from hf_linear_attn.mechanisms.window import CLOSED_MIX
+from hf_linear_attn.study.prepare import load_exact
+from hf_linear_attn.training.head_search import ExactHeads
+from hf_linear_attn.training.models import load_tokenizer
+from hf_linear_attn.training.options import TrainingRunConfig
+from hf_linear_attn.utils.models import shared_copy
+
+from .runner import Cell, Cells, Rows
+
+#: The task of the probes that ablation and gates look at, and of the prompts that recall is measured with.
+TASK = "niah_multikey_1"
+
+#: Depths of the needles of a text.
+DEPTHS = (0.125, 0.375, 0.625, 0.875)
+
+#: Training of gates: learning rate, and the weight of the mean gate in the loss, which is in nats.
+GATE_RATE, GATE_PENALTY = 0.05, 1.0
+
+
+class GatedModel:
+    """A decoder whose heads have a gate each: 1 is exact attention, 0 a window with sinks and nothing beyond it.
+
+    Args:
+        exact: The decoder.
+        window: Tokens of the window.
+    """
+
+    def __init__(self, exact: Any, window: int) -> None:
+        options: dict[str, Any] = {"window_size": window, "mix_init": CLOSED_MIX}
+        self.model: Any = hla.patch_model(shared_copy(exact).eval(), "window", **options)
+        patched = set(map(id, attention_modules(self.model)))
+        layers = enumerate(layer.module for layer in self_attention(self.model))
+        self.layers = {id(module): index for index, module in layers if id(module) in patched}
+        self.heads = int(exact.config.num_key_value_heads)
+        self.gates: dict[int, Tensor] = {}
+
+    def mix(self, call: AttentionCall) -> Tensor | None:
+        """Return the output of a layer by its gates; a layer without any is exact."""
+        gate = self.gates.get(self.layers[id(call.module)])
+        if gate is None:
+            return None
+        gate = gate.repeat_interleave(call.query.shape[1] // self.heads)[:, None, None]
+        return gate * call.output + (1 - gate) * call.linear_output()
+
+    def logits(self, ids: Tensor, count: int) -> Tensor:
+        """Return the logits at the last `count` positions, inside of `observe_attention(model, mix)`."""
+        logits: Tensor = self.model(ids, use_cache=False, logits_to_keep=count).logits[0].float()
+        return logits
+
+
+def probes(maker: PromptMaker, length: int, seed: str) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yield prompts with their answers, without end."""
+    generator = random.Random(f"probe {seed}")
+    while True:
+        for prompt in TASKS[TASK](maker, generator, length, DEPTHS):
+            (answer,) = prompt.references
+            yield torch.tensor([prompt.ids + answer[:-1]]), answer
+
+
+@torch.no_grad()
+def ablation(gated: GatedModel, maker: PromptMaker, length: int, count: int) -> pd.DataFrame:
+    """Score each key-value head by how much the loss of answers grows if it alone has a window (arXiv:2602.11374)."""
+    source = probes(maker, length, "ablation")
+    prompts = [next(source) for _ in range(count)]
+
+    def loss() -> float:
+        losses = [cross_entropy(gated.logits(ids, len(answer)), torch.tensor(answer)) for ids, answer in prompts]
+        return float(torch.stack(losses).mean())
+
+    gated.gates = {}
+    with observe_attention(gated.model, gated.mix):
+        exact, rows = loss(), []
+        for layer in gated.layers.values():
+            for head in range(gated.heads):
+                gated.gates = {layer: (torch.arange(gated.heads) != head).float()}
+                rows.append({"layer": layer, "head": head, "score": loss() - exact})
+    return pd.DataFrame(rows)
+
+
+def joint_gates(gated: GatedModel, maker: PromptMaker, length: int, steps: int) -> pd.DataFrame:
+    """Score each key-value head by its gate, all of them trained together (Xiao et al. 2024, arXiv:2410.10819).
+
+    The loss is the divergence from the exact model's next tokens in answers, and a penalty on the mean gate. Gates
+    begin at 1 and stay within 0 and 1; the score is the mean over the second half of the steps.
+    """
+    gated.model.requires_grad_(False)
+    gates = {layer: torch.ones(gated.heads, requires_grad=True) for layer in gated.layers.values()}
+    optimizer = torch.optim.Adam(gates.values(), lr=GATE_RATE)
+    means = {layer: torch.zeros(gated.heads) for layer in gates}
+    source, first = probes(maker, length, "gates"), steps // 2
+    with _checkpointed(gated.model), observe_attention(gated.model, gated.mix):
+        for step in range(steps):
+            ids, answer = next(source)
+            gated.gates = {}
+            with torch.no_grad():
+                exact = gated.logits(ids, len(answer)).log_softmax(-1)
+            gated.gates = dict(gates)
+            output = gated.logits(ids, len(answer)).log_softmax(-1)
+            divergence = kl_div(output, exact, log_target=True, reduction="batchmean")
+            optimizer.zero_grad()
+            (divergence + GATE_PENALTY * torch.cat(list(gates.values())).mean()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for layer, gate in gates.items():
+                    means[layer] += gate.clamp_(0, 1) * (step >= first) / (steps - first)
+    rows = [(layer, head, value) for layer, row in means.items() for head, value in enumerate(row.tolist())]
+    return pd.DataFrame(rows, columns=["layer", "head", "score"])
+
+
+@contextmanager
+def _checkpointed(model: Any) -> Iterator[None]:
+    """Context manager in which the activations of all layers are computed again for gradients."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def exact_heads(
+    model: str,
+    dataset: str,
+    text: str,
+    shares: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2),
+    ways: tuple[str, ...] = ("attention", "gain", "both", "ablation", "gates"),
+    window: int = 384,
+    length: int = 2048,
+    trials: int = 24,
+    seeds: tuple[int, ...] = (0, 1, 2),
+    rows: int = 4,
+    probe_length: int = 1024,
+    prompts: int = 8,
+    steps: int = 80,
+) -> Cells:
+    """The recall that a decoder keeps with a share of its heads exact, by way of choosing them.
+
+    The other heads have windows with sinks, and nothing beyond: nothing is trained. *attention*: the share of the
+    attention that falls on an answer; *gain*: what the loss of text gains, to first order; *both*: three quarters by
+    the former, the others by the latter, as `find_exact_heads` chooses; *ablation*: the loss of answers without the
+    head; *gates*: gates of all heads, trained together on answers. Last, one head in each layer beside as many
+    anywhere.
+
+    Args:
+        model: A decoder: folder, GGUF file or Hub name.
+        dataset: Text file that heads are chosen on.
+        text: Text file that the loss is measured on.
+        shares: Shares of the key-value heads.
+        ways: How to choose them.
+        window: Tokens of the windows.
+        length: Tokens of a prompt, of a row of text, and of the prompts and rows that *attention* and *gain* look at.
+        trials: Texts for each seed, each with four questions.
+        seeds: Seeds of the prompts.
+        rows: Rows of text.
+        probe_length: Tokens of the prompts that *ablation* and *gates* look at.
+        prompts: Prompts of the ablation.
+        steps: Steps of the training of gates.
+    """
+    exact = load_exact(resolve_model(model)[0], "decoder", torch.device("cpu")).float().eval()
+    tokenizer = load_tokenizer(TrainingRunConfig(model=model))
+    maker = PromptMaker(tokenizer, exact.config.vocab_size)
+    documents = text_documents(Path(dataset), "auto")
+    test = packed_rows(tokenizer, text_documents(Path(text), "auto"), length)[:rows]
+    windows: dict[str, Any] = {"attention": "window", "window_size": window, "mix_init": CLOSED_MIX}
+
+    def search(retrieval_share: float) -> pd.DataFrame:
+        options: dict[str, Any] = {"length": length, "retrieval_share": retrieval_share, **windows}
+        return hla.find_exact_heads(exact, tokenizer, documents, **options).table
+
+    rankings: dict[str, Callable[[], pd.DataFrame]] = {
+        "attention": lambda: hla.find_retrieval_heads(exact, tokenizer, length=length).table,
+        "gain": lambda: search(0.0),
+        "both": lambda: search(0.75),
+        "ablation": lambda: ablation(GatedModel(exact, window), maker, probe_length, prompts),
+        "gates": lambda: joint_gates(GatedModel(exact, window), maker, probe_length, steps),
+    }
+    unknown = [way for way in ways if way not in rankings]
+    if unknown:
+        raise ValueError(f"ways: {unknown[0]!r} is none of {', '.join(rankings)}.")
+    facts = {"model": Path(model).name}
+    settings = {"length": length, "window": window, "chosen on": Path(dataset).name}
+    settings |= {"probe_length": probe_length, "prompts": prompts, "steps": steps}
+    found: dict[str, pd.DataFrame] = {}
+
+    def rank(way: str) -> Rows:
+        started = time.perf_counter()
+        table = rankings[way]().drop(columns="chosen", errors="ignore")
+        return [{"seconds": time.perf_counter() - started, **row} for row in table.to_dict("records")]
+
+    for way in ways:
+        ranked = yield Cell({**facts, "way": way, "share": None, "seed": None}, partial(rank, way), settings)
+        found[way] = pd.DataFrame(ranked).filter(["layer", "head", "score", "gain"])
+
+    @cache
+    def patched(way: str, share: float, spread: bool) -> Any:
+        if way == "exact":
+            return exact
+        heads = ExactHeads.first_rows(found[way], 0).with_share(1.0 if spread else share)
+        if spread:  # the best of each layer come first
+            order = heads.table.groupby("layer", sort=False).cumcount().argsort(kind="stable")
+            heads = ExactHeads.first_rows(heads.table.iloc[order], round(share * len(order)))
+        return hla.patch_model(shared_copy(exact), heads.plan(windows))
+
+    def measure(way: str, share: float, spread: bool, seed: int) -> Rows:
+        student = patched(way, share, spread)
+        options: dict[str, Any] = {"tasks": [TASK], "lengths": [length], "depths": DEPTHS, "trials": trials}
+        recall = hla.measure_recall(student, tokenizer, **options, batch_size=1, seed=seed)
+        row: dict[str, Any] = {"scores": recall.table["score"].tolist()}
+        if seed == seeds[0]:
+            row["loss"] = measure_perplexity(student, test, context=length, stride=length - 1, batch_size=1).loss
+        return [row]
+
+    each = 1 / exact.config.num_key_value_heads
+    variants = [("exact", 1.0, False), *((way, share, False) for share in shares for way in ways)]
+    variants += [(way, each, spread) for way in ways for spread in (False, True)]
+    settings |= {"trials": trials, "text": Path(text).name, "rows": rows}
+    for seed in seeds:
+        for way, share, spread in variants:
+            where = {**facts, "way": way, "share": share, "one in each layer": spread, "seed": seed}
+            yield Cell(where, partial(measure, way, share, spread, seed), settings)
