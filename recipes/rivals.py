@@ -359,9 +359,11 @@ class Rivals:
             window |= {"window_size": size - size // 3, "store_size": size // 3}
         if variant.endswith("-attention"):
             window |= {"mix_init": CLOSED_MIX}
+        heads = {} if variant in ("store", "window") else self.heads(variant)["plan"]
         if variant.endswith("-int8"):
             window |= {"cache_dtype": "int8"}
-        heads = {} if variant in ("store", "window") else self.heads(variant)["plan"]
+            exact = {"attention": "softmax", "cache_dtype": "int8"}
+            heads = {layer: exact if entry == "softmax" else entry for layer, entry in heads.items()}
         return {**heads, "default": window}
 
     def prepare(self, variant: str) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ import pandas as pd
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli.listing import directions
+from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
@@ -332,6 +333,57 @@ def linear_part_table() -> str:
     return to_markdown(pd.DataFrame(lines), text_columns=3)
 
 
+def exact_heads_table() -> str:
+    """Recall and loss by share of exact heads and by way of choosing them; over all seeds."""
+    rows = Results.read("exact-heads.json").rows
+    minutes = rows.dropna(subset=["seconds"]).groupby("way")["seconds"].first() / 60
+    lines = []
+    for (way, spread, share), group in rows.dropna(subset=["share"]).groupby(
+        ["way", "one in each layer", "share"], sort=False
+    ):
+        scores = group["scores"].sum()  # of lists
+        recall = sum(scores) / len(scores)
+        low, high = wilson_interval(recall, len(scores))
+        line = {"heads chosen by": f"{way}, one in each layer" if spread else way, "share": f"{100 * share:.0f} %"}
+        line["recall"] = f"{recall:.2f} [{low:.2f}, {high:.2f}]"
+        line |= {"prompts": str(len(scores)), "loss": f"{group['loss'].dropna().iloc[0]:.3f}"}
+        line["minutes to rank"] = f"{minutes[way]:.0f}" if way in minutes else EMPTY
+        lines.append((share, line))
+    lines.sort(key=lambda pair: pair[0])  # stable: as measured within a share
+    return to_markdown(pd.DataFrame([line for _, line in lines]))
+
+
+def budgets_table() -> str:
+    """Conversions by `convert` with a budget alone: what was chosen, and what it costs."""
+    lines = []
+    for path in sorted((RESULTS / "budgets").glob("*.json")):
+        data = read_json(path)
+        state, plan = data["stages"], data["stages"]["exact_heads"]
+        parts, final = state["linear parts"]["layers"], state.get("converted") or state["distilled"]
+        heads, recall = plan["heads"], [state[f"recall, {name}"] for name in ("teacher", "this model")]
+        speed = state["speed"]["rows"]["student"][-1]
+        lines.append(
+            {
+                "model": path.stem,
+                "budget": data["config"]["budget"],
+                "exact heads": f"{sum(head['chosen'] for head in heads)} of {len(heads)}",
+                "windows": f"{plan['plan']['default']['window_size']:,}",
+                "linear parts kept": f"{sum(part['kept'] for part in parts)} of {len(parts)}",
+                "loss: exact": f"{state['teacher']['loss']:.3f}",
+                "patched": f"{state['patched']['loss']:.3f}",
+                "distilled": f"{final['loss']:.3f}",
+                "recall: exact": _interval(recall[0]),
+                "as saved": _interval(recall[1]),
+                f"speedup, {state['speed']['lengths'][-1]:,} tokens": f"{speed['speedup']:.2f}",
+            }
+        )
+    return to_markdown(pd.DataFrame(lines), text_columns=None)
+
+
+def _interval(recall: dict[str, Any]) -> str:
+    return f"{recall['recall']:.2f} [{recall['low']:.2f}, {recall['high']:.2f}]"
+
+
 EXACT, CONTROL = smollm2.EXACT, smollm2.CONTROL
 #: The conversions of SmolLM2 that the short table shows.
 SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", "store, trained", CONTROL)
@@ -478,9 +530,11 @@ def plan_table(folder: str = "recipes/results/plan-smollm2") -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "benchmark": speed_table,
     "benchmark-forward": attention_tables,
+    "budgets": budgets_table,
     "compiled": compiled_table,
     "conversion": partial(glue_table, stages=("distilled",)),
     "evaluate": evaluation_summary,
+    "exact-heads": exact_heads_table,
     "fidelity": fidelity_tables,
     "glue": glue_table,
     "glue-exact-heads": partial(glue_table, "glue-exact-heads.json"),
