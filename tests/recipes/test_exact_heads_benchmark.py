@@ -15,7 +15,7 @@ from hf_linear_attn.data.recall_prompts import PromptMaker
 from hf_linear_attn.integration.exact import observe_attention
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.prepare import load_exact
-from recipes.benchmarks.exact_heads import GatedModel, ablation, joint_gates, probes
+from recipes.benchmarks.exact_heads import GatedModel, ablation, answer_gain, joint_gates, probes
 from tests.recipes.benchmark_runs import rows_of
 from tests.tiny_models import save_checkpoint
 
@@ -65,6 +65,25 @@ def load_copy(model: Any) -> Any:
     return copy
 
 
+def test_answer_gains_are_the_derivative_of_the_loss(decoder: Any) -> None:
+    model, maker = decoder
+    gated = GatedModel(model, WINDOW)
+    table = answer_gain(gated, maker, LENGTH, 1)  # one prompt, gates of 0.5
+    ids, answer = next(probes(maker, LENGTH, "gain"))
+
+    @torch.no_grad()
+    def loss(layer: int, head: int, change: float) -> float:
+        gated.gates = {index: torch.full((gated.heads,), 0.5) for index in gated.layers.values()}
+        gated.gates[layer][head] += change
+        with observe_attention(gated.model, gated.mix):
+            return float(cross_entropy(gated.logits(ids, len(answer)), torch.tensor(answer)))
+
+    for row in table.itertuples():
+        slope = (loss(row.layer, row.head, 2e-3) - loss(row.layer, row.head, -2e-3)) / 4e-3
+        assert row.score == pytest.approx(-slope, rel=0.01, abs=0.01)
+    assert table["score"].abs().max() > 1e-2
+
+
 def test_gates_fall_where_nothing_holds_them(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, maker = decoder
     monkeypatch.setattr("recipes.benchmarks.exact_heads.GATE_PENALTY", 1e4)
@@ -87,8 +106,8 @@ def test_a_row_for_each_way_and_share(tmp_path: Path) -> None:
     small = {"window": WINDOW, "length": LENGTH, "probe_length": LENGTH, "prompts": 1, "steps": 2}
     rows = rows_of("exact-heads", tmp_path / "out", **options, **small)
     ranked = {row["way"] for row in rows if row["share"] is None}
-    assert ranked == {"attention", "gain", "both", "ablation", "gates"}
+    assert ranked == {"attention", "gain", "both", "answer gain", "ablation", "gates"}
     measured = [row for row in rows if row["share"] is not None]
-    assert len(measured) == 1 + len(ranked) * 3
+    assert len(measured) == 1 + len(ranked) + 2  # exact; each way; one head in each layer and as many anywhere
     assert all(len(row["scores"]) == 4 and row["loss"] > 0 for row in measured)
     assert str(tmp_path) not in str(rows)
