@@ -194,8 +194,8 @@ def exact_heads(
     attention that falls on an answer; *gain*: what the loss of text gains, to first order; *both*: three quarters by
     the former, the others by the latter, as `find_exact_heads` chooses; *answer gain*: what the loss of answers gains
     while all heads become exact; *ablation*: the loss of answers without the head alone; *gates*: gates of all heads,
-    trained together on answers. On one core SmolLM2-135M takes a minute for the first ranking, five to seven for the
-    next three, 40 for ablation and 15 for gates, and three for the recall of a choice.
+    trained together on answers. In forward passes over a prompt, *answer gain* takes some five for each of its prompts,
+    *ablation* one for each head and prompt, and *gates* some six for each step.
 
     Args:
         model: A decoder: folder, GGUF file or Hub name.

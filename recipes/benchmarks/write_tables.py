@@ -336,7 +336,6 @@ def linear_part_table() -> str:
 def exact_heads_table() -> str:
     """Recall and loss by share of exact heads and by way of choosing them; over all seeds."""
     rows = Results.read("exact-heads.json").rows
-    minutes = rows.dropna(subset=["seconds"]).groupby("way")["seconds"].first() / 60
     lines = []
     for (way, spread, share), group in rows.dropna(subset=["share"]).groupby(
         ["way", "one in each layer", "share"], sort=False
@@ -347,7 +346,6 @@ def exact_heads_table() -> str:
         line = {"heads chosen by": f"{way}, one in each layer" if spread else way, "share": f"{100 * share:.0f} %"}
         line["recall"] = f"{recall:.2f} [{low:.2f}, {high:.2f}]"
         line |= {"prompts": str(len(scores)), "loss": f"{group['loss'].dropna().iloc[0]:.3f}"}
-        line["minutes to rank"] = f"{minutes[way]:.0f}" if way in minutes else EMPTY
         lines.append((share, line))
     lines.sort(key=lambda pair: pair[0])  # stable: as measured within a share
     return to_markdown(pd.DataFrame([line for _, line in lines]))
