@@ -61,6 +61,7 @@ from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.study.prepare import load_exact
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.study import Conditions, Study, open_study
+from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.formatting import format_bytes
@@ -334,7 +335,7 @@ class Rivals:
         return [{"input_ids": torch.tensor([ids])} for ids in rows]
 
     def search(self, way: str) -> list[dict[str, Any]]:
-        """Return the plan of exact heads by the probe of retrieval alone, or by it and the gain on text."""
+        """Return the exact heads by the probe of retrieval alone, or by it and the gain on text."""
         length, share = self.config.search_length, self.config.exact_share
         start = time.perf_counter()
         if way == "probe":
@@ -343,10 +344,11 @@ class Rivals:
             options: dict[str, Any] = {"share": share, "length": length, "window_size": self.config.window_size}
             chosen = hla.find_exact_heads(self.exact, self.tokenizer, self.train_rows, "window", **options)
         seconds = time.perf_counter() - start
-        return [{"metric": "plan", "value": chosen.plan()}, {"metric": "preparation", "value": seconds}]
+        table = chosen.table.to_dict("records")
+        return [{"metric": "table", "value": table}, {"metric": "preparation", "value": seconds}]
 
     def heads(self, variant: str) -> dict[str, Any]:
-        """Return `plan` and `preparation` (seconds) of the exact heads of a variant."""
+        """Return the `table` of `ExactHeads` and the `preparation` (seconds) of the exact heads of a variant."""
         way = "probe" if variant == "razor-attention" else "probe and gain"
         record = self.study.measure(self.conditions(way, "heads"), partial(self.search, way))
         return {row["metric"]: row["value"] for row in record.values}
@@ -359,12 +361,12 @@ class Rivals:
             window |= {"window_size": size - size // 3, "store_size": size // 3}
         if variant.endswith("-attention"):
             window |= {"mix_init": CLOSED_MIX}
-        heads = {} if variant in ("store", "window") else self.heads(variant)["plan"]
         if variant.endswith("-int8"):
             window |= {"cache_dtype": "int8"}
-            exact = {"attention": "softmax", "cache_dtype": "int8"}
-            heads = {layer: exact if entry == "softmax" else entry for layer, entry in heads.items()}
-        return {**heads, "default": window}
+        if variant in ("store", "window"):
+            return {"default": window}
+        table = pd.DataFrame(self.heads(variant)["table"])
+        return ExactHeads.first_rows(table, int(table["chosen"].sum()), window).plan()
 
     def prepare(self, variant: str) -> list[dict[str, Any]]:
         """Make the model of a variant, and return the seconds that this takes beyond loading."""
