@@ -179,7 +179,7 @@ def budget_lines(config: TrainingRunConfig, state: dict[str, Any]) -> list[str]:
     elif budget.unit is not None:
         recall = budget.unit.name == "recall"
         exact = state.get("recall, teacher" if recall else "teacher")
-        saved = state.get("recall, this model") if recall else _final(state)
+        saved = state.get("recall, this model") if recall else final_metrics(state)
         value = budget.unit.damage(exact, saved) if exact and saved else None
         measured = "" if value is None else budget.unit.format(value)
     if measured:
@@ -258,10 +258,14 @@ def layers_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     if parts:
         titles.append("worth of the linear part")
         for cells, layer in zip(rows, facts["layers"], strict=True):
-            part = parts.get(layer["index"])
-            error = "" if part is None or part.get("stderr") is None else f" ± {part['stderr']:.4f}"
-            cells.append("" if part is None else f"{part['worth']:+.4f}{error}" + ("" if part["kept"] else ", closed"))
+            cells.append(_worth(parts[layer["index"]]) if layer["index"] in parts else "")
     return _table(titles, rows, numbers=len(titles) - 3) if rows else []
+
+
+def _worth(part: dict[str, Any]) -> str:
+    """Return what a linear part is worth, such as `+0.0123 ± 0.0010` or `-0.5000, closed`."""
+    error = "" if part.get("stderr") is None else f" ± {part['stderr']:.4f}"
+    return f"{part['worth']:+.4f}{error}{'' if part['kept'] else ', closed'}"
 
 
 def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
@@ -310,7 +314,7 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
     """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
     repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
     pipeline, metric = PIPELINES[config.task_type][0], facts["goal"]["metric"]
-    final = _final(state)
+    final = final_metrics(state)
     results = [
         EvalResult(
             task_type=pipeline,
@@ -337,7 +341,7 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
     )
 
 
-def _final(state: dict[str, Any]) -> dict[str, Any]:
+def final_metrics(state: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of the model as saved."""
     stages = ("converted", "distilled", "transferred", "trained", "patched")
     return next((state[stage] for stage in stages if state.get(stage)), {})

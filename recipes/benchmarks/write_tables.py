@@ -22,6 +22,7 @@ from hf_linear_attn import list_attentions
 from hf_linear_attn.cli.listing import directions
 from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.study.card import final_metrics
 from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
 from hf_linear_attn.utils.timing import crossover
@@ -344,7 +345,7 @@ def exact_heads_table() -> str:
         recall = sum(scores) / len(scores)
         low, high = wilson_interval(recall, len(scores))
         line = {"heads chosen by": f"{way}, one in each layer" if spread else way, "share": f"{100 * share:.0f} %"}
-        line["recall"] = f"{recall:.2f} [{low:.2f}, {high:.2f}]"
+        line["recall"] = _interval({"recall": recall, "low": low, "high": high})
         line |= {"prompts": str(len(scores)), "loss": f"{group['loss'].dropna().iloc[0]:.3f}"}
         lines.append((share, line))
     lines.sort(key=lambda pair: pair[0])  # stable: as measured within a share
@@ -357,7 +358,7 @@ def budgets_table() -> str:
     for path in sorted((RESULTS / "budgets").glob("*.json")):
         data = read_json(path)
         state, plan = data["stages"], data["stages"]["exact_heads"]
-        parts, final = state["linear parts"]["layers"], state.get("converted") or state["distilled"]
+        parts = state["linear parts"]["layers"]
         heads, recall = plan["heads"], [state[f"recall, {name}"] for name in ("teacher", "this model")]
         speed = state["speed"]["rows"]["student"][-1]
         lines.append(
@@ -369,7 +370,7 @@ def budgets_table() -> str:
                 "linear parts kept": f"{sum(part['kept'] for part in parts)} of {len(parts)}",
                 "loss: exact": f"{state['teacher']['loss']:.3f}",
                 "patched": f"{state['patched']['loss']:.3f}",
-                "distilled": f"{final['loss']:.3f}",
+                "distilled": f"{final_metrics(state)['loss']:.3f}",
                 "recall: exact": _interval(recall[0]),
                 "as saved": _interval(recall[1]),
                 f"speedup, {state['speed']['lengths'][-1]:,} tokens": f"{speed['speedup']:.2f}",
