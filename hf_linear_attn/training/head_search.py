@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -180,10 +180,8 @@ def find_retrieval_heads(
 
         with observe_attention(probed, observer):
             probed.base_model(torch.tensor([prompt.ids + answer[:-1]], device=model.device), use_cache=False)
-    scores = {
-        (layer, head): value for layer, total in totals.items() for head, value in enumerate(total.amax(1).tolist())
-    }
-    return ExactHeads.first_rows(_table(scores, "score"), 0).with_share(share)
+    scores = heads_table({layer: total.amax(1) for layer, total in totals.items()}, "score")
+    return ExactHeads.first_rows(scores, 0).with_share(share)
 
 
 def find_exact_heads(
@@ -247,39 +245,67 @@ def find_exact_heads(
         warnings.warn(f"{reason} Pass longer rows, or narrow what is exact.", stacklevel=2)
     else:
         calibrate(gated, leading_batches(batches, CALIBRATION_TOKENS))
-    layers = _patched_layers(gated)
-    gates: dict[int, Tensor] = {}
-
-    def mix(call: AttentionCall) -> Tensor:
-        layer, heads = layers[id(call.module)], call.key.shape[1]
-        if layer not in gates:
-            values = [float(head in chosen.get(layer, ())) for head in range(heads)]
-            gates[layer] = torch.tensor(values, device=call.query.device, requires_grad=True)
-        gate = gates[layer].to(call.output.dtype).repeat_interleave(call.query.shape[1] // heads)[:, None, None]
-        # Where all gates are 0, nothing flows back through the exact output.
-        exact = call.output if layer in chosen else call.output.detach()
-        return gate * exact + (1 - gate) * call.linear_output()
-
-    for module in gated.modules():
-        if isinstance(module, GradientCheckpointingLayer):  # the activations of all layers would not fit
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    heads = GatedHeads(gated)
+    heads.gates = {
+        layer: torch.tensor([float(head in chosen.get(layer, ())) for head in range(count)], requires_grad=True)
+        for layer, count in heads.counts.items()
+    }
     gains: dict[int, Tensor] = {}
     is_language_model = predicts_next_tokens(gated)
     with _frozen(gated):
         for batch in batches:
             inputs = model_inputs(gated, batch)
-            with torch.enable_grad(), observe_attention(gated, mix):
+            with torch.enable_grad(), heads.mixed():
                 outputs = gated(**inputs)
                 exact = None
                 if not is_language_model:
                     with torch.no_grad(), exact_attention(gated):
                         exact = gated(**inputs)
-                gradients = torch.autograd.grad(model_losses(outputs, inputs, exact).mean(), list(gates.values()))
-            for layer, gradient in zip(gates, gradients, strict=True):
-                gains[layer] = gains.get(layer, 0.0) - gradient.detach().cpu() / len(batches)
-    gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}
-    table = _table(gain, "gain") if probed is None else probed.merge(_table(gain, "gain"), on=["layer", "head"])
+                loss = model_losses(outputs, inputs, exact).mean()
+                gradients = torch.autograd.grad(loss, list(heads.gates.values()), allow_unused=True)
+            for layer, gradient in zip(heads.gates, gradients, strict=True):
+                if gradient is not None:  # the inputs go through this layer
+                    gains[layer] = gains.get(layer, 0.0) - gradient / len(batches)
+    gain = heads_table(gains, "gain")
+    table = gain if probed is None else probed.merge(gain, on=["layer", "head"])
     return ExactHeads.first_rows(table, 0, {"attention": attention, **options}).with_share(share, retrieval_share)
+
+
+class GatedHeads:
+    """Gates of the key-value heads of a patched model: with 1 a head is exact, with 0 it has its mechanism.
+
+    The layers of the model are checkpointed from now on, because all activations would not fit.
+
+    Args:
+        model: The patched model.
+
+    Attributes:
+        counts: Number of the key-value heads of each patched layer.
+        gates: The gates `[G]` of layers; a layer without any is exact.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self._layers = model, _patched_layers(model)
+        modules: list[Any] = list(attention_modules(model))
+        shapes = {self._layers[id(module)]: module.linear_attention.shape for module in modules}
+        self.counts = {layer: shape.num_key_value_heads for layer, shape in sorted(shapes.items())}
+        self.gates: dict[int, Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+    def mixed(self) -> AbstractContextManager[None]:
+        """Context manager in which heads have outputs by their gates; gradients are to be computed inside of it."""
+        return observe_attention(self.model, self._mix)
+
+    def _mix(self, call: AttentionCall) -> Tensor | None:
+        gates = self.gates.get(self._layers[id(call.module)])
+        if gates is None:
+            return None
+        gate = gates.to(call.output).repeat_interleave(call.query.shape[1] // len(gates))[:, None, None]
+        # Where all gates are 0, nothing flows back through the exact output.
+        exact = call.output if gates.any() else call.output.detach()
+        return gate * exact + (1 - gate) * call.linear_output()
 
 
 def _text_batches(
@@ -331,10 +357,12 @@ def _frozen(model: PreTrainedModel) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _table(values: Mapping[tuple[int, int], float], column: str) -> pandas.DataFrame:
+def heads_table(values: Mapping[int, Tensor], column: str) -> pandas.DataFrame:
+    """Return a row for each head from the values `[G]` of each layer."""
     import pandas as pd
 
-    return pd.DataFrame([{"layer": layer, "head": head, column: value} for (layer, head), value in values.items()])
+    rows = [(layer, head, value) for layer, row in values.items() for head, value in enumerate(row.tolist())]
+    return pd.DataFrame(rows, columns=["layer", "head", column])
 
 
 def _heads_by_layer(rows: pandas.DataFrame) -> dict[int, tuple[int, ...]]:

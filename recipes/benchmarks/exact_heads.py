@@ -3,7 +3,6 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,16 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
 from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
-from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.integration.discovery import self_attention
-from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.prepare import load_exact
-from hf_linear_attn.training.head_search import ExactHeads
+from hf_linear_attn.training.head_search import ExactHeads, GatedHeads, heads_table
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy
@@ -43,35 +37,17 @@ DEPTHS = (0.125, 0.375, 0.625, 0.875)
 GATE_RATE, GATE_PENALTY = 0.05, 1.0
 
 
-class GatedModel:
-    """A decoder whose heads have a gate each: 1 is exact attention, 0 a window with sinks and nothing beyond it.
+def gated_heads(exact: Any, window: int) -> GatedHeads:
+    """Return the heads of a copy of a decoder: with a gate of 0 they have a window with sinks, and nothing beyond."""
+    options: dict[str, Any] = {"window_size": window, "mix_init": CLOSED_MIX}
+    return GatedHeads(hla.patch_model(shared_copy(exact).eval(), "window", **options))
 
-    Args:
-        exact: The decoder.
-        window: Tokens of the window.
-    """
 
-    def __init__(self, exact: Any, window: int) -> None:
-        options: dict[str, Any] = {"window_size": window, "mix_init": CLOSED_MIX}
-        self.model: Any = hla.patch_model(shared_copy(exact).eval(), "window", **options)
-        patched = set(map(id, attention_modules(self.model)))
-        layers = enumerate(layer.module for layer in self_attention(self.model))
-        self.layers = {id(module): index for index, module in layers if id(module) in patched}
-        self.heads = int(exact.config.num_key_value_heads)
-        self.gates: dict[int, Tensor] = {}
-
-    def mix(self, call: AttentionCall) -> Tensor | None:
-        """Return the output of a layer by its gates; a layer without any is exact."""
-        gate = self.gates.get(self.layers[id(call.module)])
-        if gate is None:
-            return None
-        gate = gate.repeat_interleave(call.query.shape[1] // self.heads)[:, None, None]
-        return gate * call.output + (1 - gate) * call.linear_output()
-
-    def logits(self, ids: Tensor, count: int) -> Tensor:
-        """Return the logits at the last `count` positions, inside of `observe_attention(model, mix)`."""
-        logits: Tensor = self.model(ids, use_cache=False, logits_to_keep=count).logits[0].float()
-        return logits
+def next_logits(heads: GatedHeads, ids: Tensor, count: int) -> Tensor:
+    """Return the logits at the last `count` positions."""
+    model: Any = heads.model
+    logits: Tensor = model(ids, use_cache=False, logits_to_keep=count).logits[0].float()
+    return logits
 
 
 def probes(maker: PromptMaker, length: int, seed: str) -> Iterator[tuple[Tensor, list[int]]]:
@@ -84,71 +60,63 @@ def probes(maker: PromptMaker, length: int, seed: str) -> Iterator[tuple[Tensor,
 
 
 @torch.no_grad()
-def ablation(gated: GatedModel, maker: PromptMaker, length: int, count: int) -> pd.DataFrame:
+def ablation(heads: GatedHeads, maker: PromptMaker, length: int, count: int) -> pd.DataFrame:
     """Score each key-value head by how much the loss of answers grows if it alone has a window (arXiv:2602.11374)."""
     source = probes(maker, length, "ablation")
     prompts = [next(source) for _ in range(count)]
 
     def loss() -> float:
-        losses = [cross_entropy(gated.logits(ids, len(answer)), torch.tensor(answer)) for ids, answer in prompts]
+        losses = [cross_entropy(next_logits(heads, ids, len(answer)), torch.tensor(answer)) for ids, answer in prompts]
         return float(torch.stack(losses).mean())
 
-    gated.gates = {}
-    with observe_attention(gated.model, gated.mix):
-        exact, rows = loss(), []
-        for layer in gated.layers.values():
-            for head in range(gated.heads):
-                gated.gates = {layer: (torch.arange(gated.heads) != head).float()}
-                rows.append({"layer": layer, "head": head, "score": loss() - exact})
-    return pd.DataFrame(rows)
+    heads.gates, scores = {}, {layer: torch.zeros(number) for layer, number in heads.counts.items()}
+    with heads.mixed():
+        exact = loss()
+        for layer, number in heads.counts.items():
+            for head in range(number):
+                heads.gates = {layer: (torch.arange(number) != head).float()}
+                scores[layer][head] = loss() - exact
+    return heads_table(scores, "score")
 
 
-def answer_gain(gated: GatedModel, maker: PromptMaker, length: int, count: int) -> pd.DataFrame:
+def answer_gain(heads: GatedHeads, maker: PromptMaker, length: int, count: int) -> pd.DataFrame:
     """Score each key-value head by what answers gain from it while all heads become exact together.
 
     `-E ∂L/∂g` over prompts, with the loss L of an answer and all gates at the same value, evenly spread from 0 to 1:
     integrated gradients (Sundararajan et al. 2017, arXiv:1703.01365), whose sum is the loss that all heads win back.
     """
-    gated.model.requires_grad_(False)
-    scores = {layer: torch.zeros(gated.heads) for layer in gated.layers.values()}
+    scores = {layer: torch.zeros(number) for layer, number in heads.counts.items()}
     source = probes(maker, length, "gain")
-    with _checkpointed(gated.model), observe_attention(gated.model, gated.mix):
+    with heads.mixed():
         for number in range(count):
             ids, answer = next(source)
             value = (number + 0.5) / count
-            gated.gates = {layer: torch.full((gated.heads,), value, requires_grad=True) for layer in scores}
-            loss = cross_entropy(gated.logits(ids, len(answer)), torch.tensor(answer))
-            gradients = torch.autograd.grad(loss, list(gated.gates.values()))
+            heads.gates = {layer: torch.full_like(row, value, requires_grad=True) for layer, row in scores.items()}
+            loss = cross_entropy(next_logits(heads, ids, len(answer)), torch.tensor(answer))
+            gradients = torch.autograd.grad(loss, list(heads.gates.values()))
             for layer, gradient in zip(scores, gradients, strict=True):
                 scores[layer] -= gradient / count
-    return _table(scores)
+    return heads_table(scores, "score")
 
 
-def _table(scores: dict[int, Tensor]) -> pd.DataFrame:
-    """Return a row for each head from the scores of each layer."""
-    rows = [(layer, head, value) for layer, row in scores.items() for head, value in enumerate(row.tolist())]
-    return pd.DataFrame(rows, columns=["layer", "head", "score"])
-
-
-def joint_gates(gated: GatedModel, maker: PromptMaker, length: int, steps: int) -> pd.DataFrame:
+def joint_gates(heads: GatedHeads, maker: PromptMaker, length: int, steps: int) -> pd.DataFrame:
     """Score each key-value head by its gate, all of them trained together (Xiao et al. 2024, arXiv:2410.10819).
 
     The loss is the divergence from the exact model's next tokens in answers, and a penalty on the mean gate. Gates
     begin at 1 and stay within 0 and 1; the score is the mean over the second half of the steps.
     """
-    gated.model.requires_grad_(False)
-    gates = {layer: torch.ones(gated.heads, requires_grad=True) for layer in gated.layers.values()}
+    gates = {layer: torch.ones(number, requires_grad=True) for layer, number in heads.counts.items()}
     optimizer = torch.optim.Adam(gates.values(), lr=GATE_RATE)
-    means = {layer: torch.zeros(gated.heads) for layer in gates}
+    means = {layer: torch.zeros(number) for layer, number in heads.counts.items()}
     source, first = probes(maker, length, "gates"), steps // 2
-    with _checkpointed(gated.model), observe_attention(gated.model, gated.mix):
+    with heads.mixed():
         for step in range(steps):
             ids, answer = next(source)
-            gated.gates = {}
+            heads.gates = {}
             with torch.no_grad():
-                exact = gated.logits(ids, len(answer)).log_softmax(-1)
-            gated.gates = dict(gates)
-            output = gated.logits(ids, len(answer)).log_softmax(-1)
+                exact = next_logits(heads, ids, len(answer)).log_softmax(-1)
+            heads.gates = gates
+            output = next_logits(heads, ids, len(answer)).log_softmax(-1)
             divergence = kl_div(output, exact, log_target=True, reduction="batchmean")
             optimizer.zero_grad()
             (divergence + GATE_PENALTY * torch.cat(list(gates.values())).mean()).backward()
@@ -156,20 +124,7 @@ def joint_gates(gated: GatedModel, maker: PromptMaker, length: int, steps: int) 
             with torch.no_grad():
                 for layer, gate in gates.items():
                     means[layer] += gate.clamp_(0, 1) * (step >= first) / (steps - first)
-    return _table(means)
-
-
-@contextmanager
-def _checkpointed(model: Any) -> Iterator[None]:
-    """Context manager in which the activations of all layers are computed again for gradients."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+    return heads_table(means, "score")
 
 
 def exact_heads(
@@ -214,6 +169,7 @@ def exact_heads(
         steps: Steps of the training of gates.
     """
     exact = load_exact(resolve_model(model)[0], "decoder", torch.device("cpu")).float().eval()
+    exact.requires_grad_(False)
     tokenizer = load_tokenizer(TrainingRunConfig(model=model))
     maker = PromptMaker(tokenizer, exact.config.vocab_size)
     documents = text_documents(Path(dataset), "auto")
@@ -228,9 +184,9 @@ def exact_heads(
         "attention": lambda: hla.find_retrieval_heads(exact, tokenizer, length=length).table,
         "gain": lambda: search(0.0),
         "both": lambda: search(0.75),
-        "answer gain": lambda: answer_gain(GatedModel(exact, window), maker, probe_length, 2 * prompts),
-        "ablation": lambda: ablation(GatedModel(exact, window), maker, probe_length, prompts),
-        "gates": lambda: joint_gates(GatedModel(exact, window), maker, probe_length, steps),
+        "answer gain": lambda: answer_gain(gated_heads(exact, window), maker, probe_length, 2 * prompts),
+        "ablation": lambda: ablation(gated_heads(exact, window), maker, probe_length, prompts),
+        "gates": lambda: joint_gates(gated_heads(exact, window), maker, probe_length, steps),
     }
     for name, chosen, known in (("ways", ways, tuple(rankings)), ("each_layer", each_layer, ways)):
         if unknown := [way for way in chosen if way not in known]:

@@ -12,10 +12,9 @@ from torch.nn.functional import cross_entropy
 import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import read_tokenizer
 from hf_linear_attn.data.recall_prompts import PromptMaker
-from hf_linear_attn.integration.exact import observe_attention
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.prepare import load_exact
-from recipes.benchmarks.exact_heads import GatedModel, ablation, answer_gain, joint_gates, probes
+from recipes.benchmarks.exact_heads import ablation, answer_gain, gated_heads, joint_gates, next_logits, probes
 from tests.recipes.benchmark_runs import rows_of
 from tests.tiny_models import save_checkpoint
 
@@ -35,7 +34,7 @@ def decoder(tmp_path: Path) -> tuple[Any, PromptMaker]:
 @torch.no_grad()
 def test_ablation_is_the_loss_without_the_head(decoder: Any) -> None:
     model, maker = decoder
-    table = ablation(GatedModel(model, WINDOW), maker, LENGTH, 2)
+    table = ablation(gated_heads(model, WINDOW), maker, LENGTH, 2)
     source = probes(maker, LENGTH, "ablation")
     prompts = [next(source) for _ in range(2)]
 
@@ -67,16 +66,16 @@ def load_copy(model: Any) -> Any:
 
 def test_answer_gains_are_the_derivative_of_the_loss(decoder: Any) -> None:
     model, maker = decoder
-    gated = GatedModel(model, WINDOW)
+    gated = gated_heads(model, WINDOW)
     table = answer_gain(gated, maker, LENGTH, 1)  # one prompt, gates of 0.5
     ids, answer = next(probes(maker, LENGTH, "gain"))
 
     @torch.no_grad()
     def loss(layer: int, head: int, change: float) -> float:
-        gated.gates = {index: torch.full((gated.heads,), 0.5) for index in gated.layers.values()}
+        gated.gates = {index: torch.full((number,), 0.5) for index, number in gated.counts.items()}
         gated.gates[layer][head] += change
-        with observe_attention(gated.model, gated.mix):
-            return float(cross_entropy(gated.logits(ids, len(answer)), torch.tensor(answer)))
+        with gated.mixed():
+            return float(cross_entropy(next_logits(gated, ids, len(answer)), torch.tensor(answer)))
 
     for row in table.itertuples():
         slope = (loss(row.layer, row.head, 2e-3) - loss(row.layer, row.head, -2e-3)) / 4e-3
@@ -87,14 +86,14 @@ def test_answer_gains_are_the_derivative_of_the_loss(decoder: Any) -> None:
 def test_gates_fall_where_nothing_holds_them(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, maker = decoder
     monkeypatch.setattr("recipes.benchmarks.exact_heads.GATE_PENALTY", 1e4)
-    gated = GatedModel(model, WINDOW)
+    gated = gated_heads(model, WINDOW)
     table = joint_gates(gated, maker, LENGTH, 40)
     assert len(table) == model.config.num_hidden_layers * model.config.num_key_value_heads
     assert table["score"].max() < 0.2  # the penalty alone takes all of them to 0
     gated.gates = {}
-    with torch.no_grad(), observe_attention(gated.model, gated.mix):
+    with torch.no_grad(), gated.mixed():
         ids, answer = next(probes(maker, LENGTH, "gates"))
-        assert torch.allclose(gated.logits(ids, len(answer)), model(ids).logits[0, -len(answer) :], atol=1e-5)
+        assert torch.allclose(next_logits(gated, ids, len(answer)), model(ids).logits[0, -len(answer) :], atol=1e-5)
 
 
 @pytest.mark.slow
