@@ -22,8 +22,10 @@ from ..mechanisms.softmax import head_token_bytes
 from ..mechanisms.window import WindowAttention, WindowOptions
 from ..registry import ATTENTIONS, build_options
 
-#: Widths of windows that are considered, and shares of exact heads for a budget of quality or speed.
-WINDOWS, SHARES = (64, 128, 256, 384, 512, 768, 1024), (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)
+#: Widths of windows that are considered, narrower ones for rows of less than 256 tokens, and shares of exact heads for
+#: a budget of quality or speed.
+WINDOWS, NARROW_WINDOWS = (64, 128, 256, 384, 512, 768, 1024), (8, 16, 32)
+SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)
 
 #: Share of the allowed cache that windows and sums may take: with a fifth of SmolLM2's heads exact and windows of 384
 #: tokens, a quarter of its cache at 8,192 tokens, they take 0.2 of it.
@@ -54,6 +56,11 @@ class DamageUnit:
     def format(self, damage: float | None) -> str:
         """Return damage with its sign and unit: `+1.30% perplexity`, `-0.40 points`."""
         return "undefined" if damage is None else self.template.format(round(self.sign * damage, 6) + 0.0)
+
+
+def scored(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """Return metrics with the main one as the `score` that units of tasks and embeddings compare."""
+    return {**values, "score": values.get(metric)}
 
 
 _LENGTH = r"(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
@@ -161,6 +168,12 @@ class Choice:
     reason: str
 
 
+def quarter_window(longest: int) -> int:
+    """Return the width of windows for a budget of quality or speed: at most a quarter of the longest training row."""
+    widths = [width for width in (*NARROW_WINDOWS, *WINDOWS) if 4 * width <= longest]
+    return max(widths, default=NARROW_WINDOWS[0])
+
+
 def choose(
     budget: Budget,
     model: PreTrainedModel,
@@ -178,8 +191,8 @@ def choose(
     fast enough.
 
     Args:
-        budget: Of cache, of speed, or of lost perplexity, nats or recall.
-        model: The exact decoder.
+        budget: Of cache, of speed, or of lost quality.
+        model: The exact model.
         longest: Tokens of the longest training row.
         measure: Returns the damage of a share and a window in the budget's unit, or its speed relative to the exact
             model; None where it is undefined.
@@ -191,12 +204,12 @@ def choose(
     if budget.cost == "cache":
         window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
         return _by_cache(model, budget.limit / 100, budget.length, window_options, longest)
-    unit, window = budget.unit, max([width for width in WINDOWS if 4 * width <= longest], default=WINDOWS[0])
-    tried = []
+    unit, window, tried = budget.unit, quarter_window(longest), []
     for share in SHARES if unit is not None else reversed(SHARES):
         value = measure(share, window)
         if value is None:
-            raise ValueError(f"The budget {budget.text!r} cannot be measured: the exact model recalls nothing there.")
+            reason = "the exact model recalls nothing there, or a score is undefined"
+            raise ValueError(f"The budget {budget.text!r} cannot be measured: {reason}.")
         tried.append(f"{f'{value:.2f}x' if unit is None else unit.format(value)} with {share:.0%} exact heads")
         if budget.is_met(value):
             return Choice(share, window, f"untrained, the first choice within {budget.text}: {', '.join(tried)}")

@@ -17,7 +17,7 @@ from ..training.options import TrainingRunConfig
 from ..utils.options import flatten, to_dict
 from ..utils.timing import is_measurable
 from ..version import __version__
-from .budgets import Budget
+from .budgets import Budget, scored
 
 #: A repository: a name, or an owner and a name.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -41,6 +41,8 @@ PIPELINES = {
     "masked-lm": ("fill-mask", "fill-mask", "AutoModelForMaskedLM", 'f"The weather is {tokenizer.mask_token} today"'),
     "embedding": ("sentence-similarity", "feature-extraction", "AutoModel", f"{EXAMPLE}, return_tensors=True"),
 }
+#: What recall asks for.
+RECALL_TITLES = {"niah_multikey_1": "one of four keys in prose", "retrieval": "the document of a sentence"}
 #: Metrics that are correlations; the Matthews coefficient is the one of two classes.
 CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
 #: From this standard error on, a metric has two digits.
@@ -104,8 +106,6 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     answer, or than itself with attention switched off. A share of a metric that is not positive says nothing either.
     """
     metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
-    if "cosine" in (state.get("teacher") or ()):  # of embeddings, whose loss is 1 - cosine
-        metric, higher = "cosine", True
     student = state.get("converted") or state.get("distilled") or state.get("transferred") or {}
     name = "control" if state.get("control") else "teacher"
     base = state.get(name) or {}
@@ -164,7 +164,7 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     return _table(["", *names], cells, numbers=len(names)) + (["", sentence] if sentence else [])
 
 
-def budget_lines(config: TrainingRunConfig, state: dict[str, Any]) -> list[str]:
+def budget_lines(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     """What was chosen for a budget and why, and whether the model as saved is within it, where that was measured."""
     text, reason = getattr(config, "budget", None), state.get("exact_heads", {}).get("reason")
     if not text or not reason:
@@ -180,7 +180,8 @@ def budget_lines(config: TrainingRunConfig, state: dict[str, Any]) -> list[str]:
         recall = budget.unit.name == "recall"
         exact = state.get("recall, teacher" if recall else "teacher")
         saved = state.get("recall, this model") if recall else final_metrics(state)
-        value = budget.unit.damage(exact, saved) if exact and saved else None
+        metric = facts["goal"]["metric"]
+        value = budget.unit.damage(scored(exact, metric), scored(saved, metric)) if exact and saved else None
         measured = "" if value is None else budget.unit.format(value)
     if measured:
         lines += ["", f"As saved: {measured}, which is {'within' if budget.is_met(value) else 'beyond'} the budget."]
@@ -193,9 +194,10 @@ def recall_table(state: dict[str, Any]) -> list[str]:
     for name in ("teacher", "this model"):
         if values := state.get(f"recall, {name}"):
             interval = f"{values['low']:.2f} to {values['high']:.2f}"
-            rows.append([name, f"{values['length']:,}", str(values["prompts"]), f"{values['recall']:.2f}", interval])
-    titles = ["recall: one of four keys in prose", "tokens", "prompts", "score", "95 % interval"]
-    return _table(titles, rows, numbers=4) if rows else []
+            prompts = [f"{values['length']:,}", str(values["prompts"])]
+            rows.append([name, *prompts, f"{values['recall']:.2f}", interval])
+            asked = RECALL_TITLES[values.get("task", "niah_multikey_1")]
+    return _table([f"recall: {asked}", "tokens", "prompts", "score", "95 % interval"], rows, numbers=4) if rows else []
 
 
 def _table(titles: list[str], rows: list[list[str]], numbers: int) -> list[str]:
@@ -284,12 +286,12 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
     if speed:
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
-    _, pipeline, auto_class, text = PIPELINES[config.task_type]
+    _, pipeline, auto_class, text = PIPELINES[str(config.task_type)]
     changed = changed_options(to_dict(config), to_dict(type(config)()))
     settings = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     sections = {
         "Use": [USE.format(auto_class=auto_class, pipeline=pipeline, text=text)] if kinds else [],
-        "Budget": budget_lines(config, state),
+        "Budget": budget_lines(config, facts, state),
         "Quality": quality,
         "Recall": recall_table(state),
         "Speed": speed,
@@ -313,7 +315,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
 def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: list[str]) -> ModelCardData:
     """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
     repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
-    pipeline, metric = PIPELINES[config.task_type][0], facts["goal"]["metric"]
+    pipeline, metric = PIPELINES[str(config.task_type)][0], facts["goal"]["metric"]
     final = final_metrics(state)
     results = [
         EvalResult(

@@ -21,7 +21,7 @@ from ..data.text import packed_rows, standard_library_documents
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input
-from ..measure.recall import measure_recall
+from ..measure.recall import RETRIEVAL, measure_recall
 from ..measure.speed import measure_passes, possible_lengths
 from ..measure.values import Values
 from ..patching import is_patched, patch_model, patch_report
@@ -37,7 +37,7 @@ from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
 from ..utils.timing import is_measurable
-from .budgets import Budget, choose
+from .budgets import Budget, choose, quarter_window, scored
 from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
 from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics, tensors_of
 
@@ -59,8 +59,11 @@ OTHER_DOCUMENTS = 50
 #: Share of heads that a search for a budget chooses; the ranking that it leaves serves any share.
 SEARCH_SHARE = 0.2
 
-#: What is asked of a model that is converted for a budget, and the texts it is asked about, at three depths each.
-RECALL_TASK, RECALL_TRIALS = "niah_multikey_1", 16
+#: The kinds of models, as budgets name them.
+KINDS = {"causal-lm": "decoder", "classification": "classifier", "embedding": "encoder"}
+
+#: What a model that is converted for a budget is asked, and the texts that it is asked about, at three depths each.
+RECALL_TASKS, RECALL_TRIALS = {"decoder": "niah_multikey_1", "encoder": RETRIEVAL}, 16
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -81,7 +84,7 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     its card, and `results.json`, whose content is returned, has the metrics of the teacher, of the patched model before
     any training, after attention transfer and after distillation, and its speed beside the teacher's. With `control`
     the teacher is trained as long, with exact attention, and its metrics stand beside those. With a `budget` the
-    exact heads and windows of a decoder are chosen for it, and a short training is set where no other is.
+    exact heads and windows are chosen for it, and a short training is set where no other is.
 
         convert(model="./bert-sst2", output="out", attention="hedgehog", data={"task": "sst2"})
         convert(model="gpt2", output="out", budget="25% cache at 8192", data={"dataset": "text.txt"})
@@ -100,7 +103,8 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     """
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
-        Budget.parse(config.budget).unit_for("decoder")  # an error before any work
+        budget = Budget.parse(config.budget)
+        budget.unit_for(KINDS[str(config.task_type)])  # an error before any work
     return _execute(config, console, _convert)
 
 
@@ -124,7 +128,7 @@ def _execute(config: Any, console: Console | None, train: Callable[[TrainingRun]
                     write_json(path, json_safe(results))
         run.remove_checkpoints()
         for table in (
-            budget_lines(config, results["stages"]),
+            budget_lines(config, results, results["stages"]),
             results_table(results, results["stages"]),
             recall_table(results["stages"]),
             speed_table(results["stages"]),
@@ -274,6 +278,8 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
     if "exact_heads" not in run.state:
         batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
         options = {"share": config.exact_share or SEARCH_SHARE, "seed": config.seed, **config.options}
+        if budget is not None and budget.cost != "cache":
+            options["window_size"] = quarter_window(data.longest)
         with run.working("choosing the heads that stay exact"):
             search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
         chosen, reason = config.options, ""
@@ -305,7 +311,8 @@ def _measure_choice(
     rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
     calibrate(student, rows, max_length=_calibrated_length(run))
     if budget.unit.name != "recall":
-        return budget.unit.damage(run.state["teacher"], run.measure(name, student))
+        metrics = (run.state["teacher"], run.measure(name, student))
+        return budget.unit.damage(*(scored(values, _goal(run.data)["metric"]) for values in metrics))
     return budget.unit.damage(*(_recall(run, *one, budget.length) for one in (("teacher", teacher), (name, student))))
 
 
@@ -315,10 +322,11 @@ def _recall(run: TrainingRun, name: str, model: PreTrainedModel, length: int) ->
     if stage not in run.state:
         with run.working(f"measuring what {name} recalls"):
             model.to(run.process.device)
-            options: dict[str, Any] = {"tasks": [RECALL_TASK], "lengths": [length], "trials": RECALL_TRIALS}
+            tasks = [RECALL_TASKS[KINDS[str(run.config.task_type)]]]
+            options: dict[str, Any] = {"tasks": tasks, "lengths": [length], "trials": RECALL_TRIALS}
             result = measure_recall(model, run.data.tokenizer, **options, seed=run.config.seed)
         (row,) = result.summary().to_dict("records")
-        values = {"recall": row.pop("score"), **row, "length": length}
+        values = {"recall": row.pop("score"), **row, "task": tasks[0], "length": length}
         run.record(stage, values)
     return run.state[stage]
 
@@ -326,8 +334,11 @@ def _recall(run: TrainingRun, name: str, model: PreTrainedModel, length: int) ->
 def _verify_recall(run: TrainingRun, budget: Budget, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     """Measure what teacher and student recall, where the model can take such prompts.
 
-    They are as long as a budget of recall says, and for other budgets no longer than the training rows.
+    They are as long as a budget of recall says, and for other budgets no longer than the training rows. A classifier
+    recalls nothing.
     """
+    if KINDS[str(run.config.task_type)] not in RECALL_TASKS:
+        return
     length = run.data.longest
     if budget.length:
         length = min(budget.length, length) if budget.unit is None else budget.length
@@ -556,6 +567,13 @@ def _mixed_precision(run: TrainingRun) -> torch.autocast:
     return torch.autocast(run.process.device.type, precision, enabled=run.config.bf16 or run.config.fp16)
 
 
+def _goal(data: TaskData) -> dict[str, Any]:
+    """Return the metric that says how good a model is: of embeddings not the loss, which is 1 minus the cosine."""
+    if data.task_type == "embedding":
+        return {"metric": "cosine", "greater_is_better": True}
+    return {"metric": data.metric, "greater_is_better": data.greater_is_better}
+
+
 def _facts(run: TrainingRun, model: PreTrainedModel) -> dict[str, Any]:
     data, report = run.data, patch_report(model) if is_patched(model) else None
     limit, lengths = exact_length(model), row_lengths(data.train)
@@ -572,7 +590,7 @@ def _facts(run: TrainingRun, model: PreTrainedModel) -> dict[str, Any]:
         # How many training inputs are longer than what all layers attend to exactly; None if a layer does so never.
         "beyond_exact": counts if limit else None,
         "data": data.facts,
-        "goal": {"metric": data.metric, "greater_is_better": data.greater_is_better},
+        "goal": _goal(data),
         "most_frequent_answer": data.most_frequent_answer(),
         "processes": run.process.num_processes,
         "environment": environment(run.process.device),

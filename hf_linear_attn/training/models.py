@@ -198,7 +198,8 @@ def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) 
         with suppress(NotImplementedError):
             layers = self_attention(model)
     if any(layer.causal is not causal for layer in layers):  # A model that sees the next token would learn to copy it.
-        remedy = "bidirectional: train it as masked-lm" if causal else "causal: train it as causal-lm"
+        bidirectional = "bidirectional: train it as masked-lm, embedding or classification (task_type)"
+        remedy = bidirectional if causal else "causal: train it as causal-lm"
         raise ValueError(f"The attention of this {type(model).__name__} is {remedy}.")
     limit = position_limit(model)
     if config.max_length is not None and limit is not None and limit < config.max_length:

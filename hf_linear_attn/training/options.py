@@ -10,9 +10,7 @@ from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
 from ..utils.options import OptionError, check_exclusive, check_options, option
 
-#: Steps of distillation, of a row each, with a budget and no other option: minutes for 100 million parameters.
-BUDGET_STEPS = 80
-#: The held-out rows that are measured then: more of them would take longer than these steps.
+#: The held-out texts that are measured with a budget and no other option: more would take longer than the training.
 BUDGET_EVAL_ROWS = 64
 
 TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding"]
@@ -127,8 +125,10 @@ class TrainingRunConfig:
     options: dict[str, Any] = option(factory=dict, help="mechanism's options: --options.window_size 32", common=True)
     layers: tuple[int, ...] | None = option(None, "layers to patch, negative ones from the end (default: all)")
     plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead")
-    task_type: TaskType = option(
-        "classification", "classification stands for regression, too; embedding: of sentences", common=True
+    task_type: TaskType | None = option(
+        None,
+        "classification (the default; regression, too), a language model, or embedding of sentences",
+        common=True,
     )
     output: str | None = option(None, "folder of the result", common=True)
     data: DataConfig = option(factory=DataConfig)
@@ -161,6 +161,8 @@ class TrainingRunConfig:
     hub_private_repo: bool = option(False, "make that repository private")
 
     def __post_init__(self) -> None:
+        if self.task_type is None:
+            object.__setattr__(self, "task_type", "classification")
         check_options(self)
         check_exclusive(self, "resume", "overwrite")
         check_exclusive(self, "bf16", "fp16")
@@ -186,6 +188,18 @@ class FinetuneConfig(TrainingRunConfig):
             raise OptionError("task_type", "embedding learns from the exact model: use convert.")
 
 
+#: The training with a budget and no other option, minutes on two CPU cores for 100 million parameters. For
+#: classification it is that of every conversion.
+BUDGET_TRAINING: dict[str, tuple[TransferConfig, DistillConfig]] = {
+    "causal-lm": (TransferConfig(max_steps=0), DistillConfig(max_steps=80, per_device_train_batch_size=1)),
+    "embedding": (
+        TransferConfig(max_steps=120, per_device_train_batch_size=8),
+        DistillConfig(max_steps=60, per_device_train_batch_size=16, learning_rate=1e-4),
+    ),
+    "classification": (TransferConfig(), DistillConfig()),
+}
+
+
 @dataclass(frozen=True)
 class ConvertConfig(TrainingRunConfig):
     """Options of `convert`: (teacher) -> attention transfer -> distillation -> a measured linear model."""
@@ -193,7 +207,7 @@ class ConvertConfig(TrainingRunConfig):
     exact_share: float = option(0.0, "share of the key-value heads that stay exact", least=0, below=1, common=True)
     budget: str | None = option(
         None,
-        "decoders: '25% cache at 8192', '2x at 4096', '2% perplexity' or '90% recall at 2048' chooses the rest",
+        "'25% cache at 8192', '2x at 4096', '2% perplexity', '0.5 points' or '0.01 cosine' chooses the rest",
         common=True,
     )
     control: bool = option(
@@ -223,21 +237,23 @@ class ConvertConfig(TrainingRunConfig):
             raise OptionError("task_type", "embedding has no labels to fine-tune a teacher on: leave out that section.")
 
     def _settle_budget(self) -> None:
-        """Fill in what a budget decides, where nothing else is given: a language model, and a short training."""
+        """Fill in what a budget decides, where nothing else is given: the kind of model, and a short training."""
         chosen = {"attention": DEFAULT_ATTENTION, "exact_share": 0.0, "layers": None, "plan": None}
         for name, value in chosen.items():
             if getattr(self, name) != value:
                 raise OptionError(name, "is chosen by the budget: leave it out.")
         if "window_size" in self.options:
             raise OptionError("options.window_size", "is chosen by the budget: leave it out.")
-        if self.task_type not in ("causal-lm", "classification") or self.data.task is not None:
-            raise OptionError("budget", f"is for language models (task_type causal-lm), not {self.task_type}.")
-        settled: dict[str, Any] = {"task_type": "causal-lm"}
+        kind = self.task_type or ("causal-lm" if self.data.task is None else "classification")
+        if kind not in BUDGET_TRAINING:
+            raise OptionError("budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {kind}.")
+        settled: dict[str, Any] = {"task_type": kind}
+        transfer, distill = BUDGET_TRAINING[kind]
         if self.transfer == TransferConfig():
-            settled["transfer"] = TransferConfig(max_steps=0)
+            settled["transfer"] = transfer
         if self.distill == DistillConfig():
-            settled["distill"] = DistillConfig(max_steps=BUDGET_STEPS, per_device_train_batch_size=1)
-        if self.data.max_eval_samples is None:
+            settled["distill"] = distill
+        if self.data.max_eval_samples is None and kind != "classification":
             settled["data"] = replace(self.data, max_eval_samples=BUDGET_EVAL_ROWS)
         for name, value in settled.items():
             object.__setattr__(self, name, value)

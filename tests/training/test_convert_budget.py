@@ -54,6 +54,36 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
     assert ("As saved: " in card) == ("cache" not in budget)
 
 
+@pytest.mark.parametrize(
+    ("budget", "model", "text", "options"),
+    [
+        ("1.9 cosine", "encoder", "text/text.txt", {"task_type": "embedding", "transfer": {"max_steps": 1}}),
+        ("100 points", "tuned", "task", {"task_type": "classification", "transfer": {"max_steps": 1}}),
+    ],
+)
+def test_a_budget_of_quality_serves_encoders(
+    budget: str, model: str, text: str, options: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    results = convert(
+        model=str(folder / model),
+        output=str(tmp_path / "out"),
+        budget=budget,
+        data={"dataset": str(folder / text), "text_columns": ["sentence" if text == "task" else "text"]},
+        distill={"max_steps": 1},
+        speed={"lengths": []},
+        console=quiet(),
+        **options,
+    )
+    stages, metric = results["stages"], results["goal"]["metric"]
+    assert stages["0% exact heads"][metric] == pytest.approx(stages["patched"][metric], abs=0.02)
+    lost = stages["teacher"][metric] - stages["distilled"][metric]
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert f"For {budget}: untrained, the first choice within {budget}: " in card
+    text = f"{lost:.4f} from cosine 1" if "cosine" in budget else f"{0.0 - round(100 * lost, 6):+.2f} points"
+    assert f"As saved: {text}, which is within the budget." in card
+    assert ("recall: the document of a sentence" in card) == ("cosine" in budget)
+
+
 #: Architecture and config: heads of 32 to 256, one key-value head, normalised queries and keys, windows of their own.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "heads of 32": ("llama", {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}),
@@ -122,7 +152,7 @@ def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Pa
         config = ConvertConfig(output=str(tmp_path / "out"), budget="90% recall at 200", **options, **training)
         results = convert(config, console=quiet())
     stages = results["stages"]
-    expected = {"prompts": 48, "recall": pytest.approx(2 / 3), "length": 200, "low": ANY, "high": ANY}
+    expected = {"prompts": 48, "recall": pytest.approx(2 / 3), "length": 200, "task": ANY, "low": ANY, "high": ANY}
     assert stages["recall, teacher"] == stages["recall, 0% exact heads"] == stages["recall, this model"] == expected
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert "| this model | 200 | 48 | 0.67 | 0.53 to 0.78 |" in card
@@ -139,8 +169,12 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
         convert(**options, budget="1% perplexity", exact_share=0.1)
     with pytest.raises(ValueError, match=r"options.window_size: is chosen by the budget"):
         convert(**options, budget="1% perplexity", options={"window_size": 32})
-    with pytest.raises(ValueError, match="language models"):
+    with pytest.raises(ValueError, match=r"'1% perplexity' is for a causal language model; this is an encoder"):
         convert(**options, budget="1% perplexity", task_type="embedding")
+    with pytest.raises(ValueError, match="budget: is for causal-lm, embedding, classification"):
+        convert(**options, budget="1% perplexity", task_type="masked-lm")
+    with pytest.raises(ValueError, match=r"bidirectional: train it as masked-lm, embedding or classification"):
+        convert(**{**options, "model": str(folder / "encoder")}, budget="1% perplexity")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="windows of 64 tokens take"):
         convert(**options, budget="1% cache at 100", speed={"lengths": []})
