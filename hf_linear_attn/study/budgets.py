@@ -187,8 +187,8 @@ def choose(
     as the rest holds. Where it holds none, the windows are the widest within the budget that fill no more than half of
     the longest training row, so that the other half trains what is outside of them. For the others the shares of
     `SHARES` are measured in turn, with windows of a quarter of the rows and before any training: for a budget of
-    quality from none on until the damage is within it, for one of speed from the largest share down until the model is
-    fast enough.
+    quality from none on until the damage is within it (or else the least that was found), for one of speed from the
+    largest share down until the model is fast enough.
 
     Args:
         budget: Of cache, of speed, or of lost quality.
@@ -199,21 +199,26 @@ def choose(
         options: Options of the windows, beside their width.
 
     Raises:
-        ValueError: The budget cannot be measured, or no choice meets it.
+        ValueError: The budget cannot be measured, or nothing is small or fast enough for it.
     """
     if budget.cost == "cache":
         window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
         return _by_cache(model, budget.limit / 100, budget.length, window_options, longest)
-    unit, window, tried = budget.unit, quarter_window(longest), []
+    unit, window, tried, values = budget.unit, quarter_window(longest), [], {}
     for share in SHARES if unit is not None else reversed(SHARES):
         value = measure(share, window)
         if value is None:
             reason = "the exact model recalls nothing there, or a score is undefined"
             raise ValueError(f"The budget {budget.text!r} cannot be measured: {reason}.")
+        values[share] = value
         tried.append(f"{f'{value:.2f}x' if unit is None else unit.format(value)} with {share:.0%} exact heads")
         if budget.is_met(value):
             return Choice(share, window, f"untrained, the first choice within {budget.text}: {', '.join(tried)}")
-    raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. Allow more, or use plan.")
+    if unit is None:
+        remedy = "Ask for less speed, or use plan."
+        raise ValueError(f"No choice is within the budget {budget.text!r}: {', '.join(tried)}. {remedy}")
+    reason = f"untrained none is within {budget.text}, and training has to do the rest: {', '.join(tried)}"
+    return Choice(min(values, key=values.__getitem__), window, reason)
 
 
 def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions, longest: int) -> Choice:

@@ -357,23 +357,26 @@ def budgets_table() -> str:
     lines = []
     for path in sorted((RESULTS / "budgets").glob("*.json")):
         data = read_json(path)
-        state, plan = data["stages"], data["stages"]["exact_heads"]
-        parts = state["linear parts"]["layers"]
+        state, plan, metric = data["stages"], data["stages"]["exact_heads"], data["goal"]["metric"]
+        parts = state.get("linear parts", {"layers": ()})["layers"]
         heads, recall = plan["heads"], [state[f"recall, {name}"] for name in ("teacher", "this model")]
-        speed = state["speed"]["rows"]["student"][-1]
+        lengths, rows = (state.get("speed", {}).get(name, ()) for name in ("lengths", "rows"))
         lines.append(
             {
-                "model": path.stem,
+                "model": path.stem.partition(",")[0],
                 "budget": data["config"]["budget"],
                 "exact heads": f"{sum(head['chosen'] for head in heads)} of {len(heads)}",
                 "windows": f"{plan['plan']['default']['window_size']:,}",
-                "linear parts kept": f"{sum(part['kept'] for part in parts)} of {len(parts)}",
-                "loss: exact": f"{state['teacher']['loss']:.3f}",
-                "patched": f"{state['patched']['loss']:.3f}",
-                "distilled": f"{final_metrics(state)['loss']:.3f}",
+                "linear parts kept": f"{sum(part['kept'] for part in parts)} of {len(parts)}" if parts else EMPTY,
+                "metric": metric,
+                "exact": f"{state['teacher'][metric]:.3f}",
+                "patched": f"{state['patched'][metric]:.3f}",
+                "as saved": f"{final_metrics(state)[metric]:.3f}",
                 "recall: exact": _interval(recall[0]),
-                "as saved": _interval(recall[1]),
-                f"speedup, {state['speed']['lengths'][-1]:,} tokens": f"{speed['speedup']:.2f}",
+                "recall: as saved": _interval(recall[1]),
+                "speedup": ", ".join(
+                    f"{row['speedup']:.2f} at {length:,}" for length, row in zip(lengths, rows["student"], strict=True)
+                ),
             }
         )
     return to_markdown(pd.DataFrame(lines), text_columns=None)

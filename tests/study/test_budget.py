@@ -46,3 +46,12 @@ def test_where_no_head_fits_the_windows_take_the_budget(longest: int, window: in
     hla.patch_model(model, "window", window_size=choice.window)
     state = sum(module.linear_attention.state_bytes(8192) for module in attention_modules(model))
     assert state <= 0.25 * 3 * 8192 * 2 * 64 * 4
+
+
+def test_where_no_untrained_choice_keeps_the_quality_the_best_is_trained() -> None:
+    damage = {0.0: 0.4, 0.05: 0.3, 0.1: 0.25, 0.2: 0.2, 0.35: 0.05, 0.5: 0.06}
+    choice = choose(Budget.parse("0.01 nats"), tiny_model("llama"), 512, lambda share, window: damage[share])
+    assert (choice.share, choice.window) == (0.35, 128)
+    assert choice.reason.startswith("untrained none is within 0.01 nats, and training has to do the rest: +0.4000 nats")
+    with pytest.raises(ValueError, match=r"No choice is within the budget '2x at 512': 1\.10x with 50% exact heads"):
+        choose(Budget.parse("2x at 512"), tiny_model("llama"), 512, lambda share, window: 1.1)
