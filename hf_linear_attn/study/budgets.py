@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..config import DEFAULT_ATTENTION
+from ..config import DEFAULT_ATTENTION, CacheDtype
 from ..feature_maps.base import AttentionShape
 from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.softmax import head_token_bytes
@@ -161,11 +161,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Choice:
-    """The share of the key-value heads that stay exact, the windows of all others in tokens, and why."""
+    """The share of the key-value heads that stay exact, the windows of all others in tokens, why, and the cache."""
 
     share: float
     window: int
     reason: str
+    cache_dtype: CacheDtype = "auto"
 
 
 def quarter_window(longest: int) -> int:
@@ -184,11 +185,11 @@ def choose(
     """Choose exact heads and windows for a budget.
 
     A budget of cache is met by arithmetic: the widest windows that take `WINDOW_SHARE` of it, and as many exact heads
-    as the rest holds. Where it holds none, the windows are the widest within the budget that fill no more than half of
-    the longest training row, so that the other half trains what is outside of them. For the others the shares of
-    `SHARES` are measured in turn, with windows of a quarter of the rows and before any training: for a budget of
-    quality from none on until the damage is within it (or else the least that was found), for one of speed from the
-    largest share down until the model is fast enough.
+    as the rest holds. Where it holds none, keys and values are stored in int8, and where it then holds none either,
+    windows get the whole budget. They fill at most half of the longest training row: the other half trains what is
+    outside of them. For the others the shares of `SHARES` are measured in turn, with windows of a quarter of the rows
+    and before any training: for a budget of quality from none on until the damage is within it (or else the least that
+    was found), for one of speed from the largest share down until the model is fast enough.
 
     Args:
         budget: Of cache, of speed, or of lost quality.
@@ -230,24 +231,33 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
     # The index of a layer changes no size.
     shapes = [replace(attention_shape(layer, index, None), layer_index=0) for index, layer in layers]
     whole = length * sum(shape.token_bytes for shape in shapes)
+    heads = sum(shape.num_key_value_heads for shape in shapes)
 
     @cache
-    def state_bytes(shape: AttentionShape, width: int) -> int:
-        return WindowAttention(shape, replace(options, window_size=width)).state_bytes()
+    def state_bytes(shape: AttentionShape, width: int, cache_dtype: CacheDtype) -> int:
+        return WindowAttention(shape, replace(options, window_size=width, cache_dtype=cache_dtype)).state_bytes()
 
-    states = {width: sum(state_bytes(shape, width) for shape in shapes) / whole for width in WINDOWS}
-    within = [width for width, share in states.items() if share <= limit]
-    if not within:
-        least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
-        raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
-    window = max([width for width in within if states[width] <= WINDOW_SHARE * limit], default=within[0])
-    # As many heads as fit are exact: of share s they and the others take s exact + (1 - s) state <= limit.
-    tokens = sum(shape.num_key_value_heads * head_token_bytes(shape, options.cache_dtype) for shape in shapes)
-    exact = length * tokens / whole
-    heads, state = sum(shape.num_key_value_heads for shape in shapes), states[window]
-    share = min(int(heads * (limit - state) / max(exact - state, 1e-9)), heads - 1) / heads
-    if not share:
-        window = max([window, *(width for width in within if 2 * width <= longest)])
-        state = states[window]
-    reason = f"{share * exact + (1 - share) * state:.1%} of the cache at {length:,} tokens"
-    return Choice(share, window, f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads take {reason}")
+    def fit(cache_dtype: CacheDtype) -> Choice:
+        states = {width: sum(state_bytes(shape, width, cache_dtype) for shape in shapes) / whole for width in WINDOWS}
+        within = [width for width, share in states.items() if share <= limit]
+        if not within:
+            least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
+            raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
+        within = [width for width in within if 2 * width <= longest] or within[:1]
+        window = max([width for width in within if states[width] <= WINDOW_SHARE * limit], default=within[0])
+        # As many heads as fit are exact: of share s they and the others take s exact + (1 - s) state <= limit.
+        tokens = sum(shape.num_key_value_heads * head_token_bytes(shape, cache_dtype) for shape in shapes)
+        exact = length * tokens / whole
+        share = min(int(heads * (limit - states[window]) / max(exact - states[window], 1e-9)), heads - 1) / heads
+        if not share:
+            window = within[-1]
+        stored = ", stored in int8," if cache_dtype == "int8" else ""
+        reason = f"{share * exact + (1 - share) * states[window]:.1%} of the cache at {length:,} tokens"
+        text = f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads{stored} take {reason}"
+        return Choice(share, window, text, cache_dtype)
+
+    own = fit(options.cache_dtype)
+    if own.share:
+        return own
+    rounded = fit("int8")
+    return rounded if rounded.share else own

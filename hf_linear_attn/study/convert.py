@@ -287,6 +287,8 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
             measure = partial(_measure_choice, run, teacher, search, budget)
             choice = choose(budget, teacher, data.longest, measure, chosen)
             search, chosen = search.with_share(choice.share), {**chosen, "window_size": choice.window}
+            if choice.cache_dtype != "auto":
+                chosen["cache_dtype"] = choice.cache_dtype
             reason = choice.reason
             run.say(f"For the budget {config.budget}: {reason}.")
         plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too

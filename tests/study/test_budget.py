@@ -18,7 +18,7 @@ LAYERS, HEADS, WIDTH = 3, 4, 64
 @pytest.mark.parametrize(("percent", "length"), [(25, 8192), (37, 4096), (12, 9000), (150, 4000)])
 def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[str, Any]) -> None:
     model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
-    choice = choose(Budget.parse(f"{percent}% cache at {length}"), model, 0, lambda share, window: None, options)
+    choice = choose(Budget.parse(f"{percent}% cache at {length}"), model, 1024, lambda share, window: None, options)
     count = round(choice.share * LAYERS * HEADS)
     assert 0 < count < LAYERS * HEADS
     # The first heads are exact: where that is all of a layer, it has an ordinary cache, or one in int8.
@@ -33,19 +33,32 @@ def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[
     state = sum(mechanism.state_bytes(length) for mechanism in mechanisms) + (LAYERS - len(mechanisms)) * cache
     assert state <= percent / 100 * LAYERS * cache
     if options.get("cache_dtype") and percent == 12:
-        float32 = choose(Budget.parse(f"{percent}% cache at {length}"), model, 0, lambda share, window: None)
+        float32 = choose(Budget.parse(f"{percent}% cache at {length}"), model, 1024, lambda share, window: None)
         assert choice.share > 2 * float32.share
 
 
-@pytest.mark.parametrize(("longest", "window"), [(0, 256), (1024, 512), (8192, 1024)])
-def test_where_no_head_fits_the_windows_take_the_budget(longest: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "longest", "choice"),
+    [
+        ("25% cache at 8192", 1024, (2 / 3, 512, "int8")),  # a head in float32 takes a third of the cache
+        ("8% cache at 8192", 1024, (0.0, 512, "auto")),  # one in int8 takes 9 %
+        ("8% cache at 8192", 4096, (0.0, 512, "auto")),
+        ("8% cache at 8192", 512, (0.0, 256, "auto")),
+        ("8% cache at 8192", 100, (0.0, 64, "auto")),
+    ],
+)
+def test_where_no_head_fits_caches_are_in_int8_or_windows_take_the_budget(
+    budget: str, longest: int, choice: tuple[float, int, str]
+) -> None:
     model = tiny_model("llama", num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, hidden_size=256)
-    budget = Budget.parse("25% cache at 8192")
-    choice = choose(budget, model, longest, lambda share, window: None)
-    assert (choice.share, choice.window) == (0.0, window)
-    hla.patch_model(model, "window", window_size=choice.window)
+    chosen = choose(Budget.parse(budget), model, longest, lambda share, window: None)
+    assert (chosen.share, chosen.window, chosen.cache_dtype) == choice
+    options = {"window_size": chosen.window, "cache_dtype": chosen.cache_dtype}
+    whole = {"attention": "softmax", "cache_dtype": "int8"}
+    layers = {str(layer): whole for layer in range(round(3 * chosen.share))}
+    hla.patch_model(model, {"default": {"attention": "window", **options}, **layers})
     state = sum(module.linear_attention.state_bytes(8192) for module in attention_modules(model))
-    assert state <= 0.25 * 3 * 8192 * 2 * 64 * 4
+    assert state <= float(budget.partition("%")[0]) / 100 * 3 * 8192 * 2 * 64 * 4
 
 
 def test_where_no_untrained_choice_keeps_the_quality_the_best_is_trained() -> None:

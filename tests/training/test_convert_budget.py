@@ -125,7 +125,10 @@ def test_a_budget_serves_every_shape_of_heads(shape: str, folder: Path, tmp_path
         whole = model(ids, use_cache=False).logits
         cache = model(ids[:, :140], use_cache=True).past_key_values
         steps = [model(ids[:, token : token + 1], past_key_values=cache).logits for token in range(140, 150)]
-    assert torch.allclose(torch.cat(steps, dim=1), whole[:, 140:], atol=2e-3 * float(whole.abs().max()))
+    rounded = results["stages"]["exact_heads"]["plan"]["default"].get("cache_dtype") == "int8"
+    assert rounded == (shape == "one head of 256")
+    tolerance = (2e-2 if rounded else 2e-3) * float(whole.abs().max())
+    assert torch.allclose(torch.cat(steps, dim=1), whole[:, 140:], atol=tolerance)
 
 
 def test_a_model_of_windows_alone_has_nothing_to_convert(folder: Path, tmp_path: Path) -> None:
