@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +44,7 @@ LogFunction = Callable[[dict[str, float]], None]
 MAX_LAYERS = 10_000
 
 
-@dataclass(frozen=True)
+@dataclass
 class TransferResult:
     """The course of an attention transfer.
 
@@ -57,10 +57,10 @@ class TransferResult:
         best_step: The step whose parameters the model has now; None without validation batches: the last one.
     """
 
-    steps: int
-    tokens: int
-    seconds: float
-    losses: list[float]
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     best_step: int | None = None
 
@@ -184,7 +184,7 @@ def transfer_attention(
     check_model(model)
     check_patched(model)
     if not any(True for mechanism in _mechanisms(model) for _ in mechanism.parameters()):
-        return TransferResult(0, 0, 0.0, [])
+        return TransferResult()
     objective = AttentionTransferLoss(model, loss, whole_model=accelerator is not None and shards_models(accelerator))
     # In several processes each has batches of its own, and all must take the same steps.
     beyond = 0 if torch.distributed.is_initialized() else exact_length(model)
@@ -193,7 +193,7 @@ def transfer_attention(
         reason = f"All inputs have at most {beyond} tokens, which the mechanism attends to exactly"
         remedy = "Pass longer inputs, or narrow what is exact."
         warnings.warn(f"{reason}: attention transfer is skipped. {remedy}", stacklevel=2)
-        return TransferResult(0, 0, 0.0, [])
+        return TransferResult()
     if accelerator is not None:
         model = shard_frozen_model(accelerator, model)
     held_out = [batch for batch in validation or () if longest_row(batch) > beyond]
@@ -202,21 +202,6 @@ def transfer_attention(
     with objective.training():
         run = _Run(objective, stream, held_out, options, accelerator, progress, log)
         return run.train(None if checkpoint is None else Path(checkpoint))
-
-
-@dataclass
-class _State:
-    """What a checkpoint holds beside tensors."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-    best_step: int | None = None
-    #: The position in the batches: how often they have been repeated, and how many of them were read since.
-    epoch: int = 0
-    index: int = 0
 
 
 class _Run:
@@ -237,7 +222,7 @@ class _Run:
         self.parameters = objective.parameters
         self.optimizer = objective.optimizer(options.lr)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.state = _State()
+        self.result = TransferResult()
         self.best: list[Tensor] = []
         distributed = torch.distributed.is_initialized()
         self.is_main_process = not distributed or torch.distributed.get_rank() == 0
@@ -250,89 +235,85 @@ class _Run:
 
     def train(self, checkpoint: Path | None) -> TransferResult:
         """Train to the end, from the checkpoint if there is one, and leave the best parameters in the model."""
-        steps, state, watch = self.options.steps, self.state, SignalWatch()
+        steps, result, watch = self.options.steps, self.result, SignalWatch()
         if checkpoint is not None and checkpoint.is_file():
             self._load(checkpoint)
         elif self.held_out:
             self._evaluate()
-        started, before = time.perf_counter(), state.seconds
+        started, before = time.perf_counter(), result.seconds
         if checkpoint is not None:
             watch.start()
         try:
-            while state.step < steps and not self._is_out_of_patience():
+            while result.steps < steps and not self._is_out_of_patience():
                 self._step()
-                if self.held_out and (state.step % self.options.evaluate_every == 0 or state.step == steps):
+                if self.held_out and (result.steps % self.options.evaluate_every == 0 or result.steps == steps):
                     self._evaluate()
-                state.seconds = before + time.perf_counter() - started
+                result.seconds = before + time.perf_counter() - started
                 if checkpoint is not None:
                     self._save_if_due(checkpoint, watch)
         finally:
             watch.stop()
         for parameter, value in zip(self.parameters, self.best or self.parameters, strict=True):
             parameter.data.copy_(value.data)
-        result = {name: value for name, value in vars(state).items() if name not in ("step", "epoch", "index")}
-        return TransferResult(state.step, **result)
+        return result
 
     def _step(self) -> None:
-        state, options = self.state, self.options
-        factor = transfer_lr_factor(state.step, options.steps)
+        result, options = self.result, self.options
+        factor = transfer_lr_factor(result.steps, options.steps)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = factor * rate
-        state.step += 1
+        result.steps += 1
         self.optimizer.zero_grad()
-        losses = torch.stack([self._loss(next(self.stream), state.step) for _ in self._accumulated()])
+        batches = itertools.islice(self.stream, options.gradient_accumulation_steps)
+        losses = torch.stack([self._loss(batch, result.steps) for batch in batches])
         value = float(losses.mean())
-        check_finite_loss(value, state.step, self.rates[0], "Lower lr")
+        check_finite_loss(value, result.steps, self.rates[0], "Lower lr")
         average_gradients(self.parameters, len(losses))
         largest = options.max_grad_norm * losses.shape[1] or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, largest)
         self.optimizer.step()
-        state.losses.append(value)
+        result.losses.append(value)
         if self.progress is not None:
-            self.progress(state.step, options.steps, value)
+            self.progress(result.steps, options.steps, value)
         self._log(loss=value, grad_norm=float(norm), learning_rate=factor * self.rates[0])
-
-    def _accumulated(self) -> range:
-        return range(self.options.gradient_accumulation_steps)
 
     def _loss(self, batch: Batch, step: int | None = None) -> Tensor:
         before = self.objective.tokens
         with autocast(self.accelerator):
             losses = self.objective(batch, step)
-        self.state.tokens += self.objective.tokens - before
+        self.result.tokens += self.objective.tokens - before
         return losses
 
     def _evaluate(self) -> None:
         """Evaluate on the validation batches, and keep the parameters if they are the best so far."""
-        state = self.state
+        result = self.result
         score = float(_average(torch.stack([self._loss(batch).mean() for batch in self.held_out]).mean()))
-        if state.best_step is None or score < dict(state.evaluations)[state.best_step]:
-            state.best_step = state.step
+        if result.best_step is None or score < dict(result.evaluations)[result.best_step]:
+            result.best_step = result.steps
             self.best = [parameter.detach().clone() for parameter in self.parameters]
-        state.evaluations.append((state.step, score))
+        result.evaluations.append((result.steps, score))
         self._log(eval_loss=score)
 
     def _log(self, **values: float) -> None:
         if self.log is not None:
-            self.log({"step": self.state.step, **values})
+            self.log({"step": self.result.steps, **values})
 
     def _is_out_of_patience(self) -> bool:
-        patience, best = self.options.patience, self.state.best_step
-        since = sum(step > (best or 0) for step, _ in self.state.evaluations)
+        patience, best = self.options.patience, self.result.best_step
+        since = sum(step > (best or 0) for step, _ in self.result.evaluations)
         return patience is not None and best is not None and since >= patience
 
     def _save_if_due(self, checkpoint: Path, watch: SignalWatch) -> None:
-        state, steps, every = self.state, self.options.steps, self.options.save_every
+        step, steps, every = self.result.steps, self.options.steps, self.options.save_every
         number = watch.received_anywhere(self.parameters[0].device)
-        ends = state.step == steps or self._is_out_of_patience()
-        if number is not None or ends or (every and state.step % every == 0):
+        ends = step == steps or self._is_out_of_patience()
+        if number is not None or ends or (every and step % every == 0):
             self._save(checkpoint)
         if number is not None:
-            where = f"after step {state.step} of {steps}; a checkpoint is in {str(checkpoint)!r}"
+            where = f"after step {step} of {steps}; a checkpoint is in {str(checkpoint)!r}"
             raise InterruptedRunError(where, "Call it again with the same arguments to go on.", number)
 
     def _save(self, checkpoint: Path) -> None:
-        self.state.epoch, self.state.index = self.stream.epoch, self.stream.index
         if self.is_main_process:
             moments = self.optimizer.state_dict()["state"]
             tensors = {
@@ -340,7 +321,9 @@ class _Run:
             }
             for kind, parameters in (("learned", self.parameters), ("best", self.best)):
                 tensors |= {f"{kind}.{index}": value.detach() for index, value in enumerate(parameters)}
-            texts = {"conditions": json.dumps(self.conditions), "state": json.dumps(asdict(self.state))}
+            state = {**vars(self.result), "epoch": self.stream.epoch, "index": self.stream.index}
+            state["step"] = state.pop("steps")
+            texts = {"conditions": json.dumps(self.conditions), "state": json.dumps(state)}
             contiguous = {name: value.cpu().contiguous() for name, value in tensors.items()}
             atomic_write(checkpoint, save(contiguous, metadata=texts))
         if torch.distributed.is_initialized():
@@ -356,8 +339,10 @@ class _Run:
             changes = "; ".join(f"{name} was {before.get(name)!r}, now {self.conditions[name]!r}" for name in changed)
             remedy = "Use the same options, or another file."
             raise ValueError(f"checkpoint {str(checkpoint)!r} is of a run with other options ({changes}). {remedy}")
-        vars(self.state).update(texts["state"])
-        self.state.evaluations = [(step, score) for step, score in self.state.evaluations]  # JSON has no tuples
+        state = texts["state"]
+        self.stream.seek(state.pop("epoch"), state.pop("index"))
+        state["evaluations"] = [(step, score) for step, score in state["evaluations"]]  # JSON has no tuples
+        vars(self.result).update(state, steps=state.pop("step"))
         moments: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():
             kind, index, *rest = name.split(".")
@@ -367,7 +352,6 @@ class _Run:
                 self.parameters[int(index)].data.copy_(value)
         self.best = [tensors[f"best.{index}"] for index in range(len(self.parameters)) if "best.0" in tensors]
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        self.stream.seek(self.state.epoch, self.state.index)
 
 
 class AttentionTransferLoss:
