@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import signature
+from operator import eq
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -100,31 +101,27 @@ class RecipeConfig:
     converted: tuple[str, ...] = option((), "output folders of `convert`, whose models are measured too", common=True)
     output: str | None = option(None, "output folder", common=True)
     variants: tuple[str, ...] = option(VARIANTS, "what to measure, besides `exact`", common=True)
-    lengths: tuple[int, ...] = option((2048, 8192), "tokens of the contexts", common=True)
-    texts: int = option(4, "texts for each length", common=True)
+    lengths: tuple[int, ...] = option((2048, 8192), "tokens of the contexts", least=2 * VOTERS + 1, common=True)
+    texts: int = option(4, "texts for each length", least=1, common=True)
     tasks: tuple[str, ...] = option(("niah_multikey_1",), f"of {', '.join(TASKS)}", common=True)
-    trials: int = option(24, f"of {len(DEPTHS)} prompts each for each task and length (0: no recall)", common=True)
-    continuation: int = option(256, "tokens after a context whose loss is measured")
-    greedy: int = option(32, "tokens of a greedy continuation")
+    trials: int = option(
+        24, f"of {len(DEPTHS)} prompts each for each task and length (0: no recall)", least=0, common=True
+    )
+    continuation: int = option(256, "tokens after a context whose loss is measured", least=1)
+    greedy: int = option(32, "tokens of a greedy continuation", least=2)
     exact_share: float = option(0.2, "share of the key-value heads that stay exact")
-    window_size: int = option(384, "tokens of a window")
+    window_size: int = option(384, "tokens of a window", least=1)
     search_length: int = option(4096, "tokens of a row of training text, and of the probe of heads")
     seed: int = option(0, "seed of the prompts")
-    threads: int = option(1, "threads of torch")
+    threads: int = option(1, "threads of torch", least=1)
 
     def __post_init__(self) -> None:
         for name, known in (("variants", VARIANTS), ("tasks", tuple(TASKS))):
             for one in getattr(self, name):
                 if one not in known:
                     raise OptionError(name, f"{one!r} is none of {'; '.join(known)}.")
-        for name in ("texts", "continuation", "window_size", "threads"):
-            if getattr(self, name) < 1:
-                raise OptionError(name, f"must be positive, got {getattr(self, name)!r}.")
-        for name, least in (("greedy", 2), ("trials", 0)):
-            if getattr(self, name) < least:
-                raise OptionError(name, f"must be at least {least}, got {getattr(self, name)!r}.")
-        if not self.lengths or min(self.lengths) <= 2 * VOTERS:
-            raise OptionError("lengths", f"must be longer than {2 * VOTERS} tokens, got {self.lengths!r}.")
+        if not self.lengths:
+            raise OptionError("lengths", "is empty: give at least one.")
 
 
 # -------------------------------------------------------------------------------------------------- dropping keys
@@ -236,7 +233,8 @@ def read_context(model: PreTrainedModel, ids: Sequence[int], rivals: Sequence[st
     cache = DynamicCache(config=model.config)
     scores: dict[str, dict[int, Tensor]] = {name: {} for name in rivals}
     scoring = dict.fromkeys(rivals, 0.0)
-    extra = {"layer_type": "full_attention"} if rivals and "layer_type" in _parameters(base.rotary_emb) else {}
+    typed = rivals and "layer_type" in signature(base.rotary_emb.forward).parameters
+    extra = {"layer_type": "full_attention"} if typed else {}
 
     def score(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         cached, hidden = cache.layers[layer.layer_idx], kwargs.get("hidden_states", args[0] if args else None)
@@ -258,10 +256,6 @@ def read_context(model: PreTrainedModel, ids: Sequence[int], rivals: Sequence[st
             handle.remove()
     seconds = time.perf_counter() - start - sum(scoring.values())
     return Context(cache, len(ids), seconds, cache_bytes(cache), scores, scoring)
-
-
-def _parameters(module: Any) -> Any:
-    return signature(module.forward).parameters
 
 
 class Reader:
@@ -528,21 +522,13 @@ def _compare(variant: pd.DataFrame, exact: pd.DataFrame) -> dict[str, Any]:
     pairs = {name: list(zip(variant[name], exact[name], strict=True)) for name in variant.columns if name in exact}
     row: dict[str, Any] = {"texts": len(variant)}
     row |= {name: float(variant[name].astype(float).mean()) for name in ("loss", "bytes")}
-    row["likeliest"] = fmean(_equal(one, other) for one, other in pairs["likeliest"])
-    row["output"] = fmean(_common(one, other) for one, other in pairs["output"])
+    same = {name: [list(map(eq, *pair)) for pair in pairs[name]] for name in ("likeliest", "output")}
+    row["likeliest"] = fmean(map(fmean, same["likeliest"]))
+    row["output"] = fmean([*one, False].index(False) for one in same["output"])  # tokens before the first other one
     for name in ("prompt_seconds", "token_seconds"):
         row[name] = float(variant[name].astype(float).median())
         row[name.replace("seconds", "ratio")] = median(one / other for one, other in pairs[name])
     return row
-
-
-def _equal(output: Sequence[int], expected: Sequence[int]) -> float:
-    return sum(one == other for one, other in zip(output, expected, strict=True)) / len(expected)
-
-
-def _common(output: Sequence[int], expected: Sequence[int]) -> int:
-    same = [one == other for one, other in zip(output, expected, strict=True)]
-    return same.index(False) if False in same else len(same)
 
 
 def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:

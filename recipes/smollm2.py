@@ -93,7 +93,7 @@ class RecipeConfig(ConvertConfig):
 
     test_text: str | None = option(None, "text file to measure perplexity on (never trained on)", common=True)
     variants: tuple[str, ...] = option(("mixture", CONTROL), f"what to train: {', '.join(VARIANTS)}", common=True)
-    exact_share: float = option(0.2, "share of the key-value heads that stay exact", common=True)
+    exact_share: float = option(0.2, "share of the key-value heads that stay exact", above=0, below=1, common=True)
     contexts: tuple[int, ...] = option((1024, 2048, 8192), "lengths of the texts for perplexity", common=True)
     test_tokens: int = option(32768, "tokens of text for each of these lengths", common=True)
     probe_length: int = option(8192, "tokens of the prompts of the probe")
@@ -111,8 +111,6 @@ class RecipeConfig(ConvertConfig):
                 raise OptionError("variants", f"{name!r} is none of {', '.join(VARIANTS)}.")
         if self.attention != "window" and {"near", "store"} & set(self.variants):
             raise OptionError("variants", f"near and store need the attention 'window', got {self.attention!r}.")
-        if not 0 < self.exact_share < 1:
-            raise OptionError("exact_share", f"must be a number above 0 and below 1, got {self.exact_share!r}.")
         if None in (self.output, self.test_text, self.data.dataset):
             raise OptionError("output", "give it, and data.dataset and test_text.")
 
