@@ -58,7 +58,11 @@ class DataConfig:
 class TimingConfig:
     """At which lengths a command times its models."""
 
-    lengths: tuple[int, ...] | None = option(None, "lengths to time, in tokens; []: none", least=16)
+    lengths: tuple[int, ...] | None = option(
+        None,
+        "lengths to time, in tokens; []: none (plan by itself: 1024 and 4096; quick: 1024)",
+        least=16,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

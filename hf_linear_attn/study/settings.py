@@ -217,15 +217,6 @@ def _check_not_empty(config: Any) -> None:
 
 
 @dataclass(frozen=True)
-class PlanTimingConfig(TimingConfig):
-    """At which lengths the planned layers are timed."""
-
-    lengths: tuple[int, ...] | None = option(
-        None, "tokens of the timed inputs (default: 1024 and 4096; quick: 1024)", least=16, common=True
-    )
-
-
-@dataclass(frozen=True)
 class PlanConfig:
     """Options of `plan`: what is searched, and how thoroughly. None stands for what suits the model and `quick`."""
 
@@ -241,7 +232,7 @@ class PlanConfig:
     data: DataConfig = option(factory=DataConfig)
     steps: int | None = option(None, "steps of attention transfer (default: 200; quick: 25)", least=0, common=True)
     search: Literal["layers", "heads"] = option("layers", "what becomes linear: layers or heads", common=True)
-    speed: PlanTimingConfig = option(factory=PlanTimingConfig)
+    speed: TimingConfig = option(factory=TimingConfig)
     save_model: str | None = option(None, "folder for a checkpoint of the planned model", common=True)
     resume: bool = option(False, "continue, or use the measurements in the output folder", common=True)
     overwrite: bool = option(False, "replace earlier results in the output folder and in save_model", common=True)

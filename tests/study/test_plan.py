@@ -20,14 +20,14 @@ from transformers import AutoTokenizer, BertForSequenceClassification, GPT2LMHea
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main, parse_verb
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.data.config import DataConfig
+from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.data.text import hold_out
 from hf_linear_attn.measure.quality import Assessment, assess
 from hf_linear_attn.study import settings
 from hf_linear_attn.study.plan import plan
 from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.study.prepare import split_halves
-from hf_linear_attn.study.settings import PlanConfig, PlanTimingConfig
+from hf_linear_attn.study.settings import PlanConfig
 from hf_linear_attn.study.study import RECORDS_FILE, Records
 from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.utils.progress import ConsoleProgress
@@ -81,7 +81,7 @@ def config_of(folder: Path, model: str, output: Path, **changes: Any) -> PlanCon
         "budget": "100000% perplexity",
         "quick": True,
         "steps": 2,
-        "speed": PlanTimingConfig(changes.pop("lengths", (32,))),
+        "speed": TimingConfig(changes.pop("lengths", (32,))),
         "options": {"window_size": 4} if model != "bert" and "attention" not in changes else {},
     }
     return PlanConfig(str(folder / model), output=str(output), data=DataConfig(**data), **{**settings, **changes})
