@@ -15,7 +15,7 @@ from .calls import AttentionInputs
 from .common import State, compute_dtype, mask_tokens, refuse_free_length
 
 
-def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def segment_means(slots: int, length: int) -> Tensor:
     """Return `[slots, length]`, whose row r averages the r-th of `slots` equal segments of the sequence. Rows sum to 1.
 
     Where a segment's border falls inside a token, the token is shared in proportion.
@@ -23,7 +23,7 @@ def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -
     edges = torch.arange(slots + 1, dtype=torch.float64, device="cpu") * (length / slots)
     tokens = torch.arange(length, dtype=torch.float64, device="cpu")
     overlap = torch.minimum(edges[1:, None], tokens + 1) - torch.maximum(edges[:-1, None], tokens)
-    return (overlap.clamp_min(0) * (slots / length)).to(dtype)
+    return (overlap.clamp_min(0) * (slots / length)).float()
 
 
 def token_positions(mask: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

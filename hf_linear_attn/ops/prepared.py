@@ -74,19 +74,19 @@ def prepare_with_exact(
 
 def prepare_exact(mechanism: nn.Module, inputs: AttentionInputs, after: State) -> State:
     """Return the state of a layer of exact heads alone, with the next step prepared after a step that may be one."""
-    query, key, value = inputs.tensors
-    if torch.compiler.is_compiling() or not isinstance(inputs.state, InPlaceState) or not is_ordinary_call():
+    if torch.compiler.is_compiling() or not isinstance(inputs.state, InPlaceState):
         return after
-    if query.shape[2] != 1 or any(type(x) is not Tensor or not x.is_cpu for x in inputs.tensors):
-        return after
-    if query.dtype not in DTYPES or not query.dtype is key.dtype is value.dtype:
+    if inputs.query.shape[2] != 1 or inputs.query.dtype not in DTYPES:
         return after
     if backends.get_backend() not in ("auto", "native") or unavailable_reason() is not None:
         return after
-    state = InPlaceState(after)
     weights = _Weights([], [(mechanism.__dict__, tuple(mechanism.__dict__.values()))], [])
-    steps = [ExactStep(inputs, state, list(range(key.shape[1])))]
-    state.prepared = PreparedStep(mechanism, weights, inputs, steps)
+    step = PreparedStep(mechanism, weights, inputs, [])
+    if not step.matches(mechanism, inputs):
+        return after
+    state = InPlaceState(after)
+    step.kernels.append(ExactStep(inputs, state, list(range(inputs.key.shape[1]))))
+    state.prepared = step
     return state
 
 
