@@ -106,9 +106,8 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     answer, or than itself with attention switched off. A share of a metric that is not positive says nothing either.
     """
     metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
-    student = state.get("converted") or state.get("distilled") or state.get("transferred") or {}
     name = "control" if state.get("control") else "teacher"
-    base = state.get(name) or {}
+    student, base = final_metrics(state), state.get(name) or {}
     own, reference = (math.nan if values.get(metric) is None else values[metric] for values in (student, base))
     if not (math.isfinite(own) and math.isfinite(reference)):
         return ""
