@@ -3,15 +3,10 @@
 from ..demo import DemoConfig, run_demo
 from .verb import Verb
 
-
-def run(config: DemoConfig) -> None:
-    run_demo(config)
-
-
 VERB = Verb(
     "evaluate a small model: quality and speed of linear attention beside exact attention",
     DemoConfig,
-    run,
+    run_demo,
     ("model",),
     """\
 hf-linear-attn demo
