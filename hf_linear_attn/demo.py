@@ -91,12 +91,6 @@ def resolve_model(source: str | None) -> tuple[str, str]:
         return source, "SmolLM2-135M-Instruct"
     if source is not None:
         return source, Path(source).name if Path(source).is_dir() else source
-    folder = _package_folder(DEFAULT_PACKAGE)
-    if folder is not None and (folder / "model").is_dir():
-        return str(folder / "model"), "all-MiniLM-L6-v2"
-    return DEFAULT_MODEL, "all-MiniLM-L6-v2"
-
-
-def _package_folder(package: str) -> Path | None:
-    spec = importlib.util.find_spec(package)
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
+    return DEFAULT_MODEL if folder is None or not folder.is_dir() else str(folder), "all-MiniLM-L6-v2"

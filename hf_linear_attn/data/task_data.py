@@ -55,9 +55,7 @@ class Encoded:
     dropped: int = 0
 
 
-def encode_pairs(
-    dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int, label: str = "label"
-) -> Encoded:
+def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int) -> Encoded:
     """Encode one or two text columns as one sequence with the tokenizer's special tokens.
 
     A row has at most `max_length` tokens, special ones included; of a pair the longer text is truncated first. The
@@ -70,7 +68,7 @@ def encode_pairs(
     special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
         raise OptionError("data.max_length", f"{max_length!r} leaves no room for text beside {special} special tokens.")
-    for row, value in enumerate(dataset[label][:]):
+    for row, value in enumerate(dataset["label"][:]):
         if value is None or (isinstance(value, int) and value < 0):
             raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
 
@@ -86,9 +84,7 @@ def encode_pairs(
                 raise ValueError(f"Row {row}: the tokenizer makes no tokens of it. Remove the row.")
         return {**encoded, DROPPED: dropped}
 
-    encoded = _map(dataset, tokenizer, encode, list(columns), [label])
-    if label != "labels":
-        encoded = encoded.rename_column(label, "labels")
+    encoded = _map(dataset, tokenizer, encode, list(columns), ["label"]).rename_column("label", "labels")
     dropped = encoded[DROPPED][:]
     encoded = encoded.remove_columns(DROPPED)
     return Encoded(encoded, sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
