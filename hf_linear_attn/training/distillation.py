@@ -1,7 +1,7 @@
 """Fine-tuning and distillation: losses and groups of parameters for `transformers.Trainer`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.task_data import IGNORED
 from ..integration.exact import exact_attention
-from ..utils.models import evaluation_mode, mean_pooling
+from ..utils.models import evaluation_mode, frozen, mean_pooling
 from ..utils.options import check_options
 from . import losses
 from .options import DistillConfig, StageConfig, check_loss_weights
@@ -60,19 +60,6 @@ class DistillationConfig(FinetuningConfig):
         check_loss_weights(self)
         if self.carried_length and self.gradient_checkpointing:
             raise ValueError("carried_length needs a cache, which gradient_checkpointing excludes. Set one of them.")
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model has no gradients and no dropout. Its flags and modes are restored."""
-    required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    try:
-        model.requires_grad_(False)
-        with evaluation_mode(model):
-            yield
-    finally:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(required[name])
 
 
 class FinetuningTrainer(ResumableTrainer):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from ..integration.discovery import longest_input, predicts_next_tokens, self_at
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
-from ..utils.models import Batch, model_inputs, shared_copy
+from ..utils.models import Batch, frozen, model_inputs, shared_copy
 from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
 from .losses import model_losses
 from .transfer import exact_length, longest_row
@@ -252,7 +252,7 @@ def find_exact_heads(
     }
     gains: dict[int, Tensor] = {}
     is_language_model = predicts_next_tokens(gated)
-    with _frozen(gated):
+    with frozen(gated):
         for batch in batches:
             inputs = model_inputs(gated, batch)
             with torch.enable_grad(), heads.mixed():
@@ -343,18 +343,6 @@ def _patched_layers(model: PreTrainedModel) -> dict[int, int]:
     """Return the index of each self-attention layer that is patched, by the id of its module."""
     patched = set(map(id, attention_modules(model)))
     return {id(layer.module): index for index, layer in enumerate(self_attention(model)) if id(layer.module) in patched}
-
-
-@contextmanager
-def _frozen(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which no parameter requires a gradient."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        model.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
 
 
 def heads_table(values: Mapping[int, Tensor], column: str) -> pandas.DataFrame:

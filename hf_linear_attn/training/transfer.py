@@ -29,7 +29,7 @@ from ..integration.exact import AttentionCall, observe_attention
 from ..integration.models import check_model, check_patched
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
-from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
+from ..utils.models import Batch, frozen, model_inputs, refuse_single_batch
 from ..utils.options import check_value
 from .calibration import calibrate_untrained
 from .losses import layer_loss
@@ -396,26 +396,21 @@ class AttentionTransferLoss:
 
         Types, flags and the mode of the model are restored at the end, the parameters after a FloatingPointError.
         """
-        model, parameters = self.model, self.parameters
-        dtypes = [parameter.dtype for parameter in parameters]
-        initial = [parameter.detach().clone() for parameter in parameters]
-        required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        try:
-            model.requires_grad_(False)
-            for module in self.learned:
-                module.float().requires_grad_(True)
-            with evaluation_mode(model):
+        dtypes = [parameter.dtype for parameter in self.parameters]
+        initial = [parameter.detach().clone() for parameter in self.parameters]
+        with frozen(self.model):
+            try:
+                for module in self.learned:
+                    module.float().requires_grad_(True)
                 yield
-        except FloatingPointError:
-            for parameter, value in zip(self.parameters, initial, strict=True):
-                parameter.data.copy_(value)
-            raise
-        finally:
-            reshard(model)
-            for parameter, dtype in zip(self.parameters, dtypes, strict=True):
-                parameter.grad, parameter.data = None, parameter.data.to(dtype)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(required[name])
+            except FloatingPointError:
+                for parameter, value in zip(self.parameters, initial, strict=True):
+                    parameter.data.copy_(value)
+                raise
+            finally:
+                reshard(self.model)
+                for parameter, dtype in zip(self.parameters, dtypes, strict=True):
+                    parameter.grad, parameter.data = None, parameter.data.to(dtype)
 
     def __call__(self, batch: Batch, step: int | None = None) -> Tensor:
         """Return the loss of each layer, `[layers]`, and with a step (from 1) add gradients to the learned parts.

@@ -54,6 +54,19 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager in which a model has no gradients and no dropout. Its flags and modes are restored."""
+    required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    try:
+        model.requires_grad_(False)
+        with evaluation_mode(model):
+            yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(required[name])
+
+
+@contextmanager
 def hidden_progress_bars(hide: bool = True) -> Iterator[None]:
     """Context manager that hides Transformers' progress bars, optionally."""
     hide = hide and logging.is_progress_bar_enabled()
