@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..feature_maps.base import AttentionShape
 from . import source_guards
+from .context import attention_modules
 from .models import parent_names
 
 #: Names of modules that attend to another sequence.
@@ -119,6 +120,12 @@ def self_attention(model: PreTrainedModel) -> list[AttentionLayer]:
             "about 340 more."
         )
     return layers
+
+
+def patched_modules(model: PreTrainedModel) -> dict[int, Any]:
+    """Return the attention modules that have a linear attention, by their index among the self-attention layers."""
+    patched = set(map(id, attention_modules(model)))
+    return {index: layer.module for index, layer in enumerate(self_attention(model)) if id(layer.module) in patched}
 
 
 def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -> AttentionShape:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..integration.context import attention_modules
-from ..integration.discovery import longest_input, self_attention
+from ..integration.discovery import longest_input, patched_modules
 from ..integration.exact import AttentionCall, observe_attention
 from ..integration.install import is_untrained
-from ..integration.models import check_model, check_patched
+from ..integration.models import check_patched
 from ..integration.positions import check_max_length, rotary_buffers, rotary_frequencies
 from ..mechanisms.base import AttentionInputs
 from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
@@ -122,7 +121,6 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
     """
     import pandas as pd
 
-    check_model(model)
     check_patched(model)
     refuse_single_batch(batches)
     rows = list(batches)
@@ -130,8 +128,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
         raise ValueError("There are no batches to calibrate on.")
     if max_length is not None:
         check_max_length(max_length)
-    modules = {id(layer.module): index for index, layer in enumerate(self_attention(model))}
-    layers = {id(module): _Layer(modules[id(module)], module.linear_attention) for module in attention_modules(model)}
+    layers = {id(one): _Layer(index, one.linear_attention) for index, one in patched_modules(model).items()}
     fitted, mixed = ({key: x for key, x in layers.items() if getattr(x, name)} for name in ("fits_keys", "has_mix"))
     needs_head = model.config.is_encoder_decoder or is_sharded(model)
     backbone = model if needs_head else model.base_model  # the head and its logits are of no use here

@@ -19,8 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..config import DEFAULT_ATTENTION, LayerConfig
 from ..data.recall_prompts import TASKS, PromptMaker, check_positions
 from ..data.text import text_rows
-from ..integration.context import attention_modules
-from ..integration.discovery import longest_input, predicts_next_tokens, self_attention
+from ..integration.discovery import longest_input, patched_modules, predicts_next_tokens, self_attention
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
@@ -164,7 +163,7 @@ def find_retrieval_heads(
     maker = PromptMaker(tokenizer, model.config.vocab_size)
     # Any mechanism will do, because what is observed runs exactly.
     probed = patch_model(shared_copy(model).eval(), "elu")
-    layers = _patched_layers(probed)
+    layers = {id(module): layer for layer, module in patched_modules(probed).items()}
     totals: dict[int, Any] = dict.fromkeys(layers.values(), 0.0)
     for number in range(prompts):
         generator, depth = random.Random(f"{seed} {number}"), (number + 0.5) / prompts
@@ -285,10 +284,9 @@ class GatedHeads:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self._layers = model, _patched_layers(model)
-        modules: list[Any] = list(attention_modules(model))
-        shapes = {self._layers[id(module)]: module.linear_attention.shape for module in modules}
-        self.counts = {layer: shape.num_key_value_heads for layer, shape in sorted(shapes.items())}
+        modules = patched_modules(model)
+        self.model, self._layers = model, {id(module): layer for layer, module in modules.items()}
+        self.counts = {layer: one.linear_attention.shape.num_key_value_heads for layer, one in modules.items()}
         self.gates: dict[int, Tensor] = {}
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
@@ -337,12 +335,6 @@ def _check(model: PreTrainedModel, share: float) -> None:
         raise ValueError(f"This {type(model).__name__} is patched. Give the exact model.")
     if not 0 < share <= 1:
         raise ValueError(f"share must lie in 0 to 1, got {share}.")
-
-
-def _patched_layers(model: PreTrainedModel) -> dict[int, int]:
-    """Return the index of each self-attention layer that is patched, by the id of its module."""
-    patched = set(map(id, attention_modules(model)))
-    return {id(layer.module): index for index, layer in enumerate(self_attention(model)) if id(layer.module) in patched}
 
 
 def heads_table(values: Mapping[int, Tensor], column: str) -> pandas.DataFrame:

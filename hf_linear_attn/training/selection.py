@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..integration.context import attention_modules
-from ..integration.discovery import predicts_next_tokens, self_attention
+from ..integration.discovery import patched_modules, predicts_next_tokens
 from ..integration.exact import exact_attention
-from ..integration.models import check_model, check_patched
+from ..integration.models import check_patched
 from ..mechanisms.head_mixture import linear_mechanism
 from ..mechanisms.window import CLOSED_MIX, WindowAttention, is_closed
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
@@ -84,17 +83,15 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
     """
     import pandas as pd
 
-    check_model(model)
     check_patched(model)
     refuse_single_batch(batches)
     inputs = [model_inputs(model, batch) for batch in batches]
     if not inputs:
         raise ValueError("There are no batches to measure on.")
-    numbers = {id(layer.module): index for index, layer in enumerate(self_attention(model))}
-    parts = {numbers[id(module)]: linear_mechanism(module.linear_attention) for module in attention_modules(model)}
+    parts = {index: linear_mechanism(one.linear_attention) for index, one in patched_modules(model).items()}
     weights = {
         layer: part.log_mix
-        for layer, part in sorted(parts.items())
+        for layer, part in parts.items()
         if isinstance(part, WindowAttention) and not bool(is_closed(part.log_mix).all())
     }
     if not weights:

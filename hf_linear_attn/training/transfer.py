@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..integration.context import attention_modules
 from ..integration.exact import AttentionCall, observe_attention
-from ..integration.models import check_model, check_patched
+from ..integration.models import check_patched
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
 from ..utils.models import Batch, frozen, model_inputs, refuse_single_batch
@@ -181,7 +181,6 @@ def transfer_attention(
     )
     for name, value in (("batches", batches), ("validation", validation)):
         refuse_single_batch(value, name)
-    check_model(model)
     check_patched(model)
     if not any(True for mechanism in _mechanisms(model) for _ in mechanism.parameters()):
         return TransferResult()
