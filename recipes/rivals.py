@@ -122,6 +122,8 @@ class RecipeConfig:
                     raise OptionError(name, f"{one!r} is none of {'; '.join(known)}.")
         if not self.lengths:
             raise OptionError("lengths", "is empty: give at least one.")
+        if None in (self.output, self.test_text):
+            raise OptionError("output", "give it, and test_text.")
 
 
 # -------------------------------------------------------------------------------------------------- dropping keys
@@ -581,21 +583,13 @@ def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
         return png(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: run(argv))
-
-
-def run(arguments: Sequence[str]) -> int:
-    description = str(__doc__).split("\n\n", 1)[0]
-    config = parse_config(RecipeConfig, arguments, program="rivals.py", description=description)
-    if config.output is None or config.test_text is None:
-        raise OptionError("output", "give it, and test_text.")
+def main(arguments: Sequence[str] | None = None) -> None:
+    argv, description = sys.argv[1:] if arguments is None else arguments, str(__doc__).split("\n\n", 1)[0]
+    config = parse_config(RecipeConfig, argv, program="rivals.py", description=description)
     torch.set_num_threads(config.threads)
     with open_study(config.output, "rivals", to_dict(config), resume=True) as study:
         Rivals(config, study).measure_all()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

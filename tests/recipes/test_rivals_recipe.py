@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import hf_linear_attn as hla
+from hf_linear_attn.cli.parser import exit_code
 from hf_linear_attn.study.convert import convert
 from recipes import rivals
 from tests.tiny_models import save_checkpoint, tiny_model
@@ -22,6 +23,10 @@ COUNT = 96
 @pytest.fixture
 def context_ids() -> list[int]:
     return torch.randint(3, 60, (COUNT,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def main(arguments: list[str]) -> int:
+    return exit_code(lambda: rivals.main(arguments))
 
 
 def llama() -> Any:
@@ -109,7 +114,7 @@ def recipe_arguments(folder: Path) -> list[str]:
 
 def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, out = recipe_arguments(tmp_path), tmp_path / "out"
-    assert rivals.main(arguments) == 0, capsys.readouterr().err
+    assert main(arguments) == 0, capsys.readouterr().err
     rows = {row["variant"]: row for row in json.loads((out / "results.json").read_text())["rows"]}
     assert tuple(rows) == rivals.VARIANTS
     assert all(row["recall"]["niah_multikey_1"]["prompts"] == 4 and row["texts"] == 1 for row in rows.values())
@@ -122,7 +127,7 @@ def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFi
     report = (out / "report.md").read_text()
     assert all(f"| {name} " in report for name in rivals.VARIANTS)
     records = (out / "records.jsonl").read_text().count('"kind": "record"')
-    assert rivals.main(arguments) == 0
+    assert main(arguments) == 0
     assert (out / "records.jsonl").read_text().count('"kind": "record"') == records > 0
 
 
@@ -133,7 +138,7 @@ def test_a_conversion_joins_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     steps = {"teacher__max_steps": None, "distill__max_steps": 1}
     config = convert_config(tmp_path / "model", tmp_path / "text" / "text.txt", folder, **task, **steps)
     stages = convert(config, console=quiet())["stages"]
-    assert rivals.main([*arguments, "--variants", "mixture", "--converted", str(folder)]) == 0, capsys.readouterr().err
+    assert main([*arguments, "--variants", "mixture", "--converted", str(folder)]) == 0, capsys.readouterr().err
     rows = {row["variant"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["rows"]}
     assert tuple(rows) == ("exact", "mixture", "converted")
     converted = rows["converted"]
@@ -143,7 +148,7 @@ def test_a_conversion_joins_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rivals.main(["--variants", "h2o"]) != 0
+    assert main(["--variants", "h2o"]) != 0
     assert "h2o" in capsys.readouterr().err
-    assert rivals.main(["--output", str(tmp_path / "out")]) != 0
+    assert main(["--output", str(tmp_path / "out")]) != 0
     assert "test_text" in capsys.readouterr().err
