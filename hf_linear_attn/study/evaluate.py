@@ -112,7 +112,7 @@ def evaluate(
             study.progress.log(f"Data: {facts['source']}: {facts['rows']}; {counts}")
         converted = [measure_quality(study, one) for one in models]
         notes: list[str] = []
-        if timing and first.settings.lengths:
+        if timing:
             notes = measure_speed(study, first)
         tables = examples(first.exact, converted[0]) if examples is not None else {}
     groups = [group for one in models for group in one.groups]
@@ -290,7 +290,7 @@ def reason_to_skip(
     return f"it would take about {duration:.0f} s" if duration > max(15 * seconds, LONGEST_WAIT) else None
 
 
-def lengths_to_show(lengths: Sequence[int], own: int | None) -> list[int]:
+def lengths_to_show(lengths: Sequence[int], own: int) -> list[int]:
     """Return at most five lengths to show: the user's own if measured, and four that are evenly spread."""
     spread = [lengths[index * (len(lengths) - 1) // 3] for index in range(4)] if lengths else []
     return sorted({*spread, *(length for length in lengths if length == own)})

@@ -261,7 +261,7 @@ class Settings:
     fidelity_sequences: int
     perplexity_tokens: int
     lengths: tuple[int, ...]  # to time
-    length: int | None  # of the user's inputs, one of `lengths` (None: nothing is timed)
+    length: int  # of the user's inputs, one of `lengths`
     seconds: float  # to spend on each timed length
     seeds: tuple[int, ...]  # of everything random; each gives a conversion of its own
     seed: int  # of the data's order

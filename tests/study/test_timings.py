@@ -37,5 +37,5 @@ def test_a_measurement_without_enough_memory_or_time_is_skipped(monkeypatch: pyt
 
 def test_lengths_to_show_are_spread_and_have_the_own_one() -> None:
     assert lengths_to_show([128, 256, 512, 1024, 2048, 4096, 8192], 1024) == [128, 512, 1024, 2048, 8192]
-    assert lengths_to_show([16], None) == [16]
+    assert lengths_to_show([16], 16) == [16]
     assert lengths_to_show([], 16) == []
