@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..data.task_data import AUTO_CLASSES
 from ..data.tasks import TASKS
 from ..measure.quality import assess
 from ..measure.speed import NOT_MEASURABLE
@@ -34,12 +35,12 @@ STAGES = (
     ("trained", "after fine-tuning"),
 )
 EXAMPLE = '"The weather is nice today"'
-#: What the Hub calls a kind of model, the pipeline and the class that load it, and its arguments in the example.
+#: What the Hub calls a kind of model, the pipeline that loads it, and its arguments in the example.
 PIPELINES = {
-    "classification": ("text-classification", "text-classification", "AutoModelForSequenceClassification", EXAMPLE),
-    "causal-lm": ("text-generation", "text-generation", "AutoModelForCausalLM", f"{EXAMPLE}, max_new_tokens=8"),
-    "masked-lm": ("fill-mask", "fill-mask", "AutoModelForMaskedLM", 'f"The weather is {tokenizer.mask_token} today"'),
-    "embedding": ("sentence-similarity", "feature-extraction", "AutoModel", f"{EXAMPLE}, return_tensors=True"),
+    "classification": ("text-classification", "text-classification", EXAMPLE),
+    "causal-lm": ("text-generation", "text-generation", f"{EXAMPLE}, max_new_tokens=8"),
+    "masked-lm": ("fill-mask", "fill-mask", 'f"The weather is {tokenizer.mask_token} today"'),
+    "embedding": ("sentence-similarity", "feature-extraction", f"{EXAMPLE}, return_tensors=True"),
 }
 #: What recall asks for.
 RECALL_TITLES = {"niah_multikey_1": "one of four keys in prose", "retrieval": "the document of a sentence"}
@@ -285,7 +286,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
     if speed:
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
-    _, pipeline, auto_class, text = PIPELINES[str(config.task_type)]
+    (_, pipeline, text), auto_class = PIPELINES[str(config.task_type)], AUTO_CLASSES[str(config.task_type)]
     changed = changed_options(to_dict(config), to_dict(type(config)()))
     settings = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     sections = {
