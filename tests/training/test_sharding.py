@@ -33,7 +33,7 @@ def sharding(kind: str) -> dict[str, str]:
 
     name = "fsdp2" if kind == "fsdp2" else "deepspeed"
     config = str(ROOT / "recipes" / "accelerate" / f"{name}.yaml")
-    namespace = launch_command_parser().parse_args(["--config_file", config, "train.py"])
+    namespace = launch_command_parser().parse_args(["--config_file", config, "glue.py"])
     arguments, defaults, _ = _validate_launch_command(namespace)
     if kind == "fsdp2":
         environment: dict[str, str] = prepare_multi_gpu_env(arguments)

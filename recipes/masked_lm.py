@@ -1,0 +1,28 @@
+"""Convert an encoder on unlabelled text, by predicting masked tokens.
+
+    python recipes/masked_lm.py MODEL --data.dataset TEXT --output out
+    accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/masked_lm.py \\
+        --config recipes/configs/masked-lm-gpu.yaml MODEL --data.dataset TEXT --output out
+
+Needs the `train` extra. Without --config the options are those of `recipes/configs/masked-lm-cpu.yaml`. TEXT is a
+local file or folder, or a data set on the Hub; csv, json, parquet and plain text are read, and `--data.text_columns`
+names the column.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import hf_linear_attn as hla
+from hf_linear_attn.cli import parse_verb, with_default_config
+from hf_linear_attn.cli.parser import exit_code
+
+CONFIG = Path(__file__).parent / "configs" / "masked-lm-cpu.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    hla.convert(parse_verb("convert", with_default_config(arguments, CONFIG)))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
