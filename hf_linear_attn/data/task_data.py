@@ -7,7 +7,6 @@ written, is encoded in memory.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sys
@@ -112,7 +111,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     encoded = _map(dataset, tokenizer, encode, [text_column])
     parts = [table["input_ids"].combine_chunks().flatten() for table in encoded.with_format("arrow").iter(BATCH_SIZE)]
     tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
-    before = special_tokens(tokenizer, [next(filter(None, dataset[text_column]))])[0] if len(tokens) else []
+    before = special_tokens(tokenizer, dataset[text_column][:])[0] if len(tokens) else []
     capacity = max(block_length - len(before), 1)
     count = len(tokens) // capacity
     if not count:
@@ -402,8 +401,7 @@ def read_documents(data: DataConfig) -> Text:
         return read_text(path, data.documents, data.validation_size)
     splits = load_splits(data, data.text_columns[:1])
     train, validation = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
-    source = Path(path).name if Path(path).exists() else path
-    return Text(source, hashlib.sha256("\0".join((*train, *validation)).encode()).hexdigest(), train, validation)
+    return Text(Path(path).name if Path(path).exists() else path, train, validation)
 
 
 def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
@@ -442,7 +440,7 @@ def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, en
     task.train = _draw(encoded.dataset, data.max_train_samples, seed)
     task.facts = {
         "train_rows": len(task.train),
-        "train_tokens": encoded.tokens,
+        "train_tokens": sum(row_lengths(task.train)),
         "train_truncated": encoded.truncated,
         "train_dropped_tokens": encoded.dropped,
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import json
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,9 @@ MIN_DOCUMENTS = 10
 #: Share of the documents that is held out.
 VALIDATION_SIZE = 0.1
 
+#: Where a text is cut into two, a space is looked for among so many characters.
+LONGEST_WORD = 64
+
 #: A text with fewer characters cannot be split into something to train and something to measure on.
 MIN_CHARACTERS = 2000
 
@@ -38,9 +43,13 @@ class Text:
     """Documents of one source. The held-out ones are never trained on. Of a path the source is the name only."""
 
     source: str
-    sha256: str
     train: tuple[str, ...]
     validation: tuple[str, ...]
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the documents and of where they are split."""
+        return hashlib.sha256(json.dumps([self.train, self.validation]).encode()).hexdigest()
 
 
 def read_text(path: str | None, documents: Documents = "auto", share: float = VALIDATION_SIZE) -> Text:
@@ -65,12 +74,11 @@ def read_text(path: str | None, documents: Documents = "auto", share: float = VA
 
 def text_of(documents: Sequence[str], source: str, share: float = VALIDATION_SIZE) -> Text:
     """Split documents, which are from a source, into train and held-out ones; a ValueError if they are too short."""
-    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     characters = sum(map(len, documents))
     if characters < MIN_CHARACTERS:
         raise ValueError(f"{source!r} has {characters} characters; at least {MIN_CHARACTERS} are needed.")
     train, validation = hold_out(documents, share)
-    return Text(source, digest, tuple(train), tuple(validation))
+    return Text(source, tuple(train), tuple(validation))
 
 
 def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
@@ -93,10 +101,10 @@ def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[st
 
 
 def cut_text(text: str, share: float) -> tuple[str, str]:
-    """Return a text up to a space near its end, and the rest, which has this share of the characters."""
+    """Return a text up to white space near its end, and the rest, which has this share of the characters."""
     cut = len(text) - int(share * len(text))
-    space = text.find(" ", cut)
-    cut = space if space > 0 else cut
+    space = re.compile(r"\s").search(text, cut, cut + LONGEST_WORD)  # some scripts have no spaces between words
+    cut = space.start() if space else cut
     return text[:cut].strip(), text[cut:].strip()
 
 
@@ -124,11 +132,12 @@ def packed_rows(tokenizer: Any, documents: Sequence[str], length: int) -> list[l
     """Return rows of `length` tokens of joined documents, or one shorter row where there is too little text.
 
     Each row begins with what the tokenizer puts before a text, such as `<bos>`; each document ends with the
-    end-of-sequence token, if there is one. Tokens that do not fill a row are left out.
+    end-of-sequence token, if there is one. Empty documents add nothing, and tokens that do not fill a row are left out.
     """
     before, ending = special_tokens(tokenizer, documents)[0], end_tokens(tokenizer)
     capacity = length - len(before)
-    tokens = [token for document in documents for token in (*encode_text(tokenizer, document), *ending)]
+    encoded = (encode_text(tokenizer, document) for document in documents)
+    tokens = [token for ids in encoded if ids for token in (*ids, *ending)]
     starts = range(0, max(len(tokens) - capacity, 0) + 1, capacity)
     return [[*before, *tokens[start : start + capacity]] for start in starts]
 
@@ -203,9 +212,12 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) 
 
 
 def special_tokens(tokenizer: Any, documents: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return what the tokenizer puts before and after a sequence, as seen on the shortest of the documents."""
-    sample = min(documents, key=len)[:200]
-    bare, full = encode_text(tokenizer, sample), encode_text(tokenizer, sample, add_special_tokens=True)
+    """Return what the tokenizer puts before and after a sequence, as seen on the shortest document that has tokens."""
+    samples = (document[:200] for document in sorted(documents, key=len))
+    sample, bare = next(((one, ids) for one in samples if (ids := encode_text(tokenizer, one))), ("", []))
+    if not bare:
+        return [], []
+    full = encode_text(tokenizer, sample, add_special_tokens=True)
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return full[:start], full[start + len(bare) :]

@@ -169,3 +169,11 @@ def test_passages_lose_nothing():
     assert encoded.dataset["input_ids"][:] == expected
     assert (len(encoded.dataset), encoded.tokens, encoded.truncated, encoded.dropped) == (3, 25, 0, 0)
     assert encoded.dataset.column_names == ["input_ids"]
+
+
+def test_empty_rows_change_nothing():
+    tok = tokenizer()
+    documents = ["alpha beta gamma one two", "red one"]
+    rows, gaps = (datasets.Dataset.from_dict({"text": one}) for one in (documents, [" ", documents[0], "", documents[1]]))
+    for encode, length in ((encode_passages, 5), (encode_blocks, 4)):
+        assert encode(gaps, tok, "text", length).dataset.to_dict() == encode(rows, tok, "text", length).dataset.to_dict()

@@ -16,9 +16,11 @@ from hf_linear_attn.data.task_data import (
     collate_blocks,
     load_labelled,
     load_splits,
+    load_task_data,
     read_documents,
 )
 from tests.data.tiny_data import tokenizer, write
+from tests.tiny_text import sample_text
 
 
 def task_data(task_type: str, **options: object) -> TaskData:
@@ -102,6 +104,16 @@ def test_the_end_of_a_running_text_is_held_out(tmp_path):
     train, validation = splits["train"]["text"][0].split(), splits["validation"]["text"][0].split()
     assert [*train, *validation] == [*numbers, "end"]
     assert len(" ".join(validation)) / len(" ".join(numbers)) == pytest.approx(0.25, abs=0.01)
+
+
+def test_the_tokens_to_train_on_are_those_of_the_rows_that_are_drawn(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    (tmp_path / "lines.txt").write_text(sample_text(), encoding="utf-8")
+    data = DataConfig(dataset=str(tmp_path / "lines.txt"), documents="lines", max_length=16, max_train_samples=3)
+    for task_type in ("causal-lm", "masked-lm"):
+        encoded = load_task_data(task_type, tokenizer(), data, seed=0)
+        facts = encoded.facts
+        assert (facts["train_rows"], facts["train_tokens"]) == (3, sum(map(len, encoded.train["input_ids"])))
 
 
 def test_text_of_any_source(tmp_path):

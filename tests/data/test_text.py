@@ -17,6 +17,7 @@ from hf_linear_attn.data.text import (
     read_text,
     special_tokens,
     standard_library_documents,
+    text_of,
     text_rows,
     token_passages,
 )
@@ -89,6 +90,14 @@ def test_the_end_of_few_documents_is_held_out() -> None:
     assert (train, validation) == (["x" * 60, "one two one two one two"], ["one two one two", "y" * 10])
 
 
+@pytest.mark.parametrize("text", ["\u4e00\u4e8c" * 500 + " \u4e09", "word\n" * 200 + "two words"])
+def test_the_share_is_held_out_of_a_text_without_spaces(text: str) -> None:
+    """Also where the only space is at the end: some scripts have none, and lines may be words."""
+    (train,), (validation,) = hold_out([text], 0.2)
+    assert "".join((train + validation).split()) == "".join(text.split())
+    assert len(validation) / len(text) == pytest.approx(0.2, abs=0.01)
+
+
 def test_rows_of_a_causal_model_are_packed() -> None:
     """A sentence a line, as one running text or as documents, gives rows of the full length."""
     tokenizer = tiny_tokenizer()
@@ -137,6 +146,22 @@ def test_special_tokens_are_detected(tokenizer: PreTrainedTokenizerFast) -> None
     bare = tiny_tokenizer()
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     assert special_tokens(bare, ["alpha beta"]) == ([], [])
+
+
+def test_empty_documents_change_nothing() -> None:
+    """A blank row, of which WikiText on the Hub has many, says nothing of the special tokens."""
+    tokenizer = tiny_tokenizer(eos=True)
+    documents = ["alpha beta gamma", "one two", "red green blue"]
+    for causal in (False, True):
+        expected = text_rows(tokenizer, documents, 5, causal=causal)
+        assert {row[0] for row in expected} == {tokenizer.cls_token_id}
+        assert text_rows(tokenizer, [documents[0], "", " ", *documents[1:]], 5, causal=causal) == expected
+    assert special_tokens(tokenizer, ["", " "]) == ([], [])
+
+
+def test_the_hash_of_a_text_says_where_it_was_split() -> None:
+    documents = [f"{index} " * 100 for index in range(40)]
+    assert len({text_of(documents, "", share).sha256 for share in (0.1, 0.2, 0.1)}) == 2
 
 
 def test_unreadable_text_is_reported() -> None:
