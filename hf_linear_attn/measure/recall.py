@@ -208,7 +208,8 @@ def generate_answers(model: Any, prompts: Sequence[Prompt], batch_size: int, pad
             ids = torch.tensor([prompt.ids for prompt in question], device=model.device)
             count = max(prompt.new_tokens for prompt in question)
             output = generate_greedily(model, ids, count, pad, cache=copy.deepcopy(cache))
-            answers.append(output[:, ids.shape[1] :].tolist())
+            new = output[:, ids.shape[1] :].tolist()
+            answers.append([row[: prompt.new_tokens] for row, prompt in zip(new, question, strict=True)])
         yield from (row for rows in zip(*answers, strict=True) for row in rows)
 
 
