@@ -110,11 +110,14 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
 
     patched = cache(start)
     first = Variant(name, name, patched, "untrained", seed if trains or options else None, options)
-    yield first
     if not trains:
+        yield first
         return
     transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
     transfer |= {"data": inputs.hash, "order": settings.seed}
+    rows = {key: item for key, item in transfer.items() if key not in ("steps", "evaluations")}
+    first = replace(first, settings={"calibration": rows})
+    yield first
     after = replace(first, state="transferred", settings={"transfer": transfer})
     conditions = after.of(exact.conditions("attention_transfer"))
     trained = cache(lambda: transferred(one, study, patched(), conditions))

@@ -17,7 +17,7 @@ from hf_linear_attn import evaluate
 from hf_linear_attn.data.text import packed_rows, padded_batches, read_text, text_rows
 from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
-from hf_linear_attn.study.prepare import CheckpointGroup, ExactModel, text_inputs
+from hf_linear_attn.study.prepare import CheckpointGroup, ExactModel, prepare, text_inputs
 from hf_linear_attn.study.results import Evaluation
 from hf_linear_attn.study.settings import (
     DECODER_ATTENTIONS,
@@ -28,8 +28,8 @@ from hf_linear_attn.study.settings import (
     SpeedConfig,
     with_options,
 )
-from hf_linear_attn.study.study import RECORDS_FILE, Records
-from hf_linear_attn.study.variants import timed_variants
+from hf_linear_attn.study.study import RECORDS_FILE, Records, Study
+from hf_linear_attn.study.variants import mechanism_stages, timed_variants
 from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
@@ -201,6 +201,28 @@ def test_an_appended_run_measures_only_what_is_missing(folder: Path, tmp_path: P
     assert rows == [{"exact", *names, "without attention"} for names in (["elu"], ["elu", "efficient"])]
     single, _ = run(folder / "gpt2", **{**options, "attention": ("efficient",)})
     assert single.labels == ["exact", "efficient", "without attention"]  # the report shows what the run was asked for
+
+
+def test_what_a_value_depends_on_is_in_its_conditions(folder: Path, tmp_path: Path) -> None:
+    """The pairs of STS-B are cut to the sequence length, and a calibration reads rows in the order of the seed."""
+    for name in ("sts-train.csv", "sts-dev.csv"):
+        rows = [f"g\tf\t2030\t0\t{score}.0\t{'one ' * 20}\t{'two ' * 20}\n" for score in range(3)]
+        (tmp_path / name).write_text("".join(rows), encoding="utf-8")
+    data = EvaluationData(dataset=str(folder / "text.txt"), sts=str(tmp_path))
+
+    def conditions(**options: Any) -> tuple[str, str]:
+        changed = {**SMALL, "attention": ["window"], "seeds": (0,), **options}
+        (one,) = prepare(str(folder / "bert"), with_options(EvaluateConfig(), changed, data))
+        untrained = next(mechanism_stages(one, Study(), "window", 0))
+        pairs, embeddings = (one_of for one_of, _ in one.inputs.measurements)
+        return pairs.id, untrained.of(embeddings).id
+
+    first = conditions()
+    assert conditions() == first
+    assert conditions(seed=1)[0] == first[0]
+    assert conditions(seed=1)[1] != first[1]
+    assert conditions(steps=2) == first
+    assert conditions(sequence_length=16)[0] != first[0]
 
 
 def test_an_interrupted_run_continues(
