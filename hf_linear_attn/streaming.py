@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .integration.discovery import longest_input
-from .integration.positions import position_limit
+from .integration.positions import first_position, position_limit
 from .utils.formatting import near_matches
 
 #: How a stream counts.
@@ -82,7 +82,7 @@ def read_stream(
             raise ValueError(f"period must lie in 1 to {limit or 'the longest input'}, got {period!r}.")
         if not takes_positions:
             raise ValueError(f"{name} takes no position_ids. Read with positions='continue'.")
-    source, start, cache = iter(tokens), 0, None
+    origin, source, start, cache = first_position(model), iter(tokens), 0, None
     while True:
         first = start % period
         piece = list(itertools.islice(source, min(chunk_length, period - first)))
@@ -96,7 +96,7 @@ def read_stream(
                 "Read with positions='wrap' or 'restart', or extend the table first: extend_positions(model, N)."
             )
         ids = torch.tensor([piece], device=model.device)
-        position_ids = torch.arange(first, first + len(piece), device=model.device)[None]
+        position_ids = origin + torch.arange(first, first + len(piece), device=model.device)[None]
         options = {"position_ids": position_ids} if takes_positions else {}
         output = model(ids, past_key_values=cache, use_cache=True, **options)
         cache = getattr(output, "past_key_values", None)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import RobertaForCausalLM
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
@@ -13,7 +14,7 @@ from tests.cases import every_pair
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
 from tests.small import patch_small, patched
-from tests.tiny_models import BERT, DECODERS, GPT2, LLAMA, MAX_LENGTH
+from tests.tiny_models import BERT, DECODERS, GPT2, LLAMA, MAX_LENGTH, tiny_model
 
 LENGTH = 90
 #: One pair for each kind of state: sums, a ring beside sums, decayed sums, and one that grows by blocks.
@@ -42,6 +43,14 @@ def test_a_mixture_and_an_exact_model(family):
         full = logits(model, torch.tensor([stream()]))
         for chunk_length in (1, 40):
             assert_close(read(model, stream(), chunk_length=chunk_length), full)
+
+
+def test_positions_that_begin_behind_those_of_padding():
+    model = tiny_model("roberta", RobertaForCausalLM, is_decoder=True)
+    for decoder in (model, hla.patch_model(copy.deepcopy(model), "hedgehog")):
+        assert_close(read(decoder, stream(), chunk_length=7), logits(decoder, torch.tensor([stream()])))
+    separate = [logits(model, torch.tensor([stream()[start : start + 30]])) for start in (0, 30, 60)]
+    assert_close(read(model, stream(), chunk_length=7, positions="restart", period=30), torch.cat(separate, 1))
 
 
 @pytest.mark.parametrize("name", ["hedgehog", "window"])

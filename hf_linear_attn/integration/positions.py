@@ -167,6 +167,11 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return min((table.limit for table in find_tables(model)), default=None)
 
 
+def first_position(model: PreTrainedModel) -> int:
+    """Return the position of the first token, which models with rows for padding (RoBERTa) do not count from 0."""
+    return max((_reserved(table.module) - _offset(table.module) for table in find_tables(model)), default=0)
+
+
 def length_limit(model: PreTrainedModel) -> int | None:
     """Return the longest input in tokens that both the positions of a model and its mechanisms allow; None: any."""
     options = [module.get_submodule(SUBMODULE).options for module in attention_modules(model)]

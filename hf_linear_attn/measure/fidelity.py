@@ -40,7 +40,7 @@ class Fidelity:
 
     layers: list[LayerFidelity]
     final_cosine: float  # mean over real tokens, of the final hidden states: errors of all layers together
-    tokens: int  # real ones
+    tokens: int  # real ones; those of the decoder of an encoder-decoder
 
     @property
     def kl(self) -> float | None:
@@ -96,7 +96,8 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
         ValueError: The model is not patched, or there are no batches.
     """
     report = patch_report(model)
-    backbone = model if model.config.is_encoder_decoder else model.base_model
+    backbone = model.base_model
+    padding = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"  # of the outputs
     totals: dict[int, Tensor] = {}  # by layer `[4, H]`, over queries: their number, ‖o - ô‖², ‖o‖², Σ kl
 
     def observer(call: AttentionCall) -> None:
@@ -119,7 +120,7 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
                 exact = backbone(**inputs)[0]
             linear = backbone(**inputs)[0]
             similarity = cosine_similarity(exact.double(), linear.double(), dim=-1)
-            real = inputs.get("attention_mask", torch.ones_like(similarity)).bool()
+            real = inputs.get(padding, torch.ones_like(similarity)).bool()
             cosine += float(similarity[real].sum())
             tokens += int(real.sum())
     if not tokens:

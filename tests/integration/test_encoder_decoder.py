@@ -97,6 +97,25 @@ def test_encoder_and_decoder_may_have_different_mechanisms(tmp_path):
     assert torch.equal(outputs(saved_and_loaded(model, tmp_path)), outputs(model))
 
 
+@pytest.mark.parametrize("length", [8, 15])
+def test_fidelity_is_that_of_the_decoder_over_its_real_tokens(length):
+    """Whatever is padding in the encoder, of another length or of the same."""
+    model = hla.patch_model(bart(), "hedgehog")
+    mask, decoder_mask = torch.ones(2, 15, dtype=torch.long), torch.ones(2, length, dtype=torch.long)
+    mask[1, 9:], decoder_mask[0, 6:] = 0, 0
+    batch = {"input_ids": token_ids(2, 15), "attention_mask": mask, "decoder_input_ids": token_ids(2, length, seed=1)}
+    for own in ({}, {"decoder_attention_mask": decoder_mask}):
+        fidelity = hla.measure_fidelity(model, [{**batch, **own}])
+        with torch.no_grad():
+            linear = model.model(**batch, **own).last_hidden_state
+            with hla.exact_attention(model):
+                exact = model.model(**batch, **own).last_hidden_state
+        real = own.get("decoder_attention_mask", torch.ones_like(decoder_mask)).bool()
+        cosine = torch.nn.functional.cosine_similarity(exact.double(), linear.double(), dim=-1)[real]
+        assert fidelity.tokens == int(real.sum())
+        assert fidelity.final_cosine == pytest.approx(float(cosine.mean()), rel=1e-5)
+
+
 def test_an_encoder_mechanism_everywhere_is_refused():
     for name in ENCODER:
         model = bart()
