@@ -97,7 +97,7 @@ class Perplexity:
 
     perplexity: float  # `exp(loss)`
     loss: float  # nats per token, mean over the predicted tokens of all documents
-    stderr: float  # standard error of the loss, from its variation between windows
+    stderr: float  # standard error of the loss, from its variation between windows (NaN: there is one only)
     tokens: int  # predicted ones
     context: int  # longest window in tokens
     stride: int  # distance between windows
@@ -180,7 +180,7 @@ def measure_perplexity(
     return Perplexity(
         perplexity=math.exp(min(loss, 700.0)),
         loss=loss,
-        stderr=float(errors.norm()) / tokens,
+        stderr=float(errors.norm()) / tokens if len(windows) > 1 else math.nan,
         tokens=tokens,
         context=context,
         stride=stride,
@@ -292,8 +292,8 @@ def classifier_logits(model: PreTrainedModel, batches: Sequence[Batch], on_batch
 
 
 def bootstrap_stderr(metric: str, predictions: Any, references: Any) -> float | None:
-    """Return the standard error of a metric by resampling rows; None for `hub:` metrics, which may be slow."""
-    if metric.startswith(HUB_PREFIX):
+    """Return the standard error of a metric by resampling rows; None for one row, and for `hub:` metrics (slow)."""
+    if metric.startswith(HUB_PREFIX) or len(references) < 2:
         return None
     generator = np.random.default_rng(0)
     samples = (generator.integers(0, len(references), len(references)) for _ in range(BOOTSTRAP_SAMPLES))

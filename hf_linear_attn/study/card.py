@@ -47,7 +47,7 @@ RECALL_TITLES = {"niah_multikey_1": "one of four keys in prose", "retrieval": "t
 #: Metrics that are correlations; the Matthews coefficient is the one of two classes.
 CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
 #: From this standard error on, a metric has two digits.
-FEW_ROWS = 0.003
+FEW_ROWS = 0.005
 #: Options of this run that say nothing of its result.
 LOCAL_OPTIONS = ("output", "resume", "overwrite", "hub_model_id", "hub_private_repo")
 
@@ -95,9 +95,10 @@ def with_error(metric: str, values: Mapping[str, float], rows: int) -> str:
     return f"{value:.{digits}f}" + ("" if stderr is None else f" ± {stderr:.{digits}f}")
 
 
-def validation_rows(facts: Mapping[str, Any]) -> int:
-    """Return the number of rows of all validation sets."""
-    return sum(count for name, count in facts["data"].items() if name.startswith("valid") and name.endswith("_rows"))
+def validation_rows(facts: Mapping[str, Any], metric: str) -> int:
+    """Return the number of validation rows of a metric. Where there are several sets its name begins with its set's."""
+    own = (f"validation_{metric.partition('_')[0]}_rows", "validation_rows")
+    return next((facts["data"][name] for name in own if name in facts["data"]), 0)
 
 
 def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
@@ -115,7 +116,7 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     problem = _inconclusive(facts, state, metric, higher)
     if problem or reference <= 0:
         return problem
-    texts = [with_error(metric, values, validation_rows(facts)) for values in (student, base)]
+    texts = [with_error(metric, values, validation_rows(facts, metric)) for values in (student, base)]
     if own != reference and (own > reference) is higher:
         sentence = f"The {metric} is better than the {name}'s, {texts[0]} against {texts[1]}."
     elif higher:
@@ -129,7 +130,7 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
 
 def _inconclusive(facts: dict[str, Any], state: dict[str, Any], metric: str, higher: bool) -> str:
     """Return why the data cannot measure attention; empty if they can."""
-    teacher, without, rows = state.get("teacher") or {}, state.get("no attention") or {}, validation_rows(facts)
+    teacher, without, rows = state.get("teacher") or {}, state.get("no attention") or {}, validation_rows(facts, metric)
     value, floor = teacher.get(metric), facts.get("most_frequent_answer")
     if value is None:
         return ""
@@ -155,9 +156,9 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     if not stages:
         return []
     names = dict.fromkeys(name for _, values in stages for name in values if not name.endswith("_stderr"))
-    rows = validation_rows(facts)
+    rows = {name: validation_rows(facts, name) for name in names}
     cells = [
-        [title, *(with_error(name, values, rows) if values.get(name) is not None else "–" for name in names)]
+        [title, *(with_error(name, values, rows[name]) if values.get(name) is not None else "–" for name in names)]
         for title, values in stages
     ]
     sentence = comparison(facts, state)

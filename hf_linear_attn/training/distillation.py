@@ -192,9 +192,11 @@ class FinetuningTrainer(ResumableTrainer):
                 raise ValueError("The validation data has no token to predict.")
             assert output.metrics is not None
             loss, prefix = by_row.sum() / counts.sum(), kwargs.get("metric_key_prefix", "eval")
-            # Of a ratio of sums over rows, of which the last digit may be chance where there are few.
-            stderr = (by_row - loss * counts).square().sum().sqrt() / counts.sum()
-            output.metrics.update({f"{prefix}_loss": float(loss), f"{prefix}_loss_stderr": float(stderr)})
+            output.metrics[f"{prefix}_loss"] = float(loss)
+            if len(counts) > 1:  # one row does not tell how much rows vary
+                # Of a ratio of sums over rows, of which the last digit may be chance where there are few.
+                stderr = (by_row - loss * counts).square().sum().sqrt() / counts.sum()
+                output.metrics[f"{prefix}_loss_stderr"] = float(stderr)
         return output
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:

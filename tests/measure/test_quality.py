@@ -112,6 +112,11 @@ def test_standard_error_shrinks_with_the_data(model: GPT2LMHeadModel) -> None:
     assert result.longest_window == 17
 
 
+def test_one_window_or_row_has_no_standard_error(model: GPT2LMHeadModel) -> None:
+    assert math.isnan(measure_perplexity(model, [[5, 9, 3]], context=8, stride=4).stderr)
+    assert bootstrap_stderr("accuracy", np.zeros(1, int), np.zeros(1, int)) is None
+
+
 def test_values_of_a_record(model: GPT2LMHeadModel) -> None:
     metric = perplexity_metric(DOCUMENTS, context=16, stride=8, batch_size=4)
     values = {(row["metric"], row.get("position")): row["value"] for row in metric(model)}

@@ -329,6 +329,12 @@ def test_metrics_with_their_errors(metric, values, rows, expected):
     assert with_error(metric, values, rows) == expected
 
 
+def test_the_error_of_a_metric_is_over_the_rows_of_its_own_set():
+    two = {**facts("matched_accuracy"), "data": {"validation_matched_rows": 96, "validation_mismatched_rows": 10_000}}
+    table = results_table(two, {"teacher": {"matched_accuracy": 0.5, "mismatched_accuracy": 0.5}})
+    assert "0.50 ± 0.05 | 0.500 ± 0.005 |" in table[-1]
+
+
 def test_the_license_is_that_of_the_base(tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()

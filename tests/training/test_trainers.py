@@ -260,7 +260,10 @@ def test_the_loss_of_an_evaluation_is_a_mean_over_targets(targets: str, tmp_path
         else:
             total -= sum(float(logits[index - 1, labels[0][index]]) for index in range(1, len(labels[0])))
             count += len(labels[0]) - 1
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert metrics["eval_loss_stderr"] > 0
+    assert "eval_loss_stderr" not in trainer.evaluate(Rows(1, targets=targets))
 
 
 def test_validation_data_without_targets_are_an_error(tmp_path: Path) -> None:
