@@ -423,6 +423,9 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
         texts = splits.cast_column("label", datasets.Value("string"))
         pairs = {*zip(splits["train"]["label"], texts["train"]["label"], strict=True)} - {(None, None)}
         labels = [text for _, text in sorted(pairs)]
+        if "" in labels:
+            remedy = "Rows without a label cannot be trained on: remove them."
+            raise ValueError(f"The column {data.label_column!r} of the training data has empty cells. {remedy}")
         unknown = {text for split in texts.values() for text in split["label"]} - {*labels, None}
         if unknown:
             listed = ", ".join(labels)
