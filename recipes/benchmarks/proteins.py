@@ -30,6 +30,7 @@ from hf_linear_attn.utils.files import write_json
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.timing import sample_interleaved
 
+from .. import helix  # noqa: F401, registers the map
 from .conversion import CONFIGS, Options, finetuned, read_options
 from .runner import Cell, Cells, Rows
 from .workloads import ratio, spread
@@ -53,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "window": {"default": WINDOW},
     "local + hedgehog": {"default": "hedgehog", "0": LOCAL, "1": LOCAL},
     "local + luna": {"default": {"attention": "luna", "num_packed": 16}, "0": LOCAL, "1": LOCAL},
+    **{name: {"default": name} for name in ("elu", "hedgehog", "helix")},
 }
 #: Inputs of one forward pass when they are scored.
 SCORED_AT_ONCE = 4
@@ -67,6 +69,7 @@ def proteins(
     pieces: tuple[str, ...] = (EXACT, "local + softmax"),
     scored: int = 1000,
     seeds: tuple[int, ...] = (0,),
+    steps: int | None = None,
 ) -> Cells:
     """What length is worth: models trained and scored on proteins that are cut to several lengths.
 
@@ -83,8 +86,10 @@ def proteins(
         pieces: Variants whose model of the shortest length also scores whole proteins, in pieces, by the largest score.
         scored: Held-out proteins of up to 1,024 residues to score, beside all longer ones.
         seeds: Of training and random features.
+        steps: Those at each length, if not the options' own.
     """
     base, folder = read_options(config), Path(work)
+    base["distill"]["max_steps"] = steps or base["distill"]["max_steps"]
     if not (folder / "scored.csv").exists():
         write_proteins(Path(source), folder, base["data"]["max_length"] - 2, scored)
     jobs = [(name, length, False) for length in lengths for name in variants]
