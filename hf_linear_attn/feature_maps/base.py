@@ -124,8 +124,8 @@ class FeatureMap(nn.Module):
     τ, the scale of the model's own softmax. A map whose values can overflow returns its log scale beside them
     (see `ops.common.Features`).
 
-    A map with `uses_positions` defines `fused` or `functions` for positions. No row of more real tokens than `max_length`
-    reaches it.
+    A map with `uses_positions` defines `fused` or `functions` for positions. No row of more than `max_length` real
+    tokens reaches it.
     """
 
     num_features: int
