@@ -453,6 +453,17 @@ def proteins_table(strata: Sequence[str] = ("> 1,024", "> 2,048")) -> str:
     return to_markdown(pd.DataFrame(lines), text_columns=2)
 
 
+def protein_kernels_table() -> str:
+    """Feature maps in all layers of the encoder of proteins, beside exact attention."""
+    groups = Results.read("protein-kernels.json").rows.groupby("variant", sort=False)
+    strata = ("<= 1,024", "> 1,024")
+    lines = [
+        {"attention": CODE(variant), **{f"MCC, {name}": _score(group, f"strata.{name}.mcc") for name in strata}}
+        for variant, group in groups
+    ]
+    return to_markdown(pd.DataFrame(lines))
+
+
 def _score(group: pd.DataFrame, name: str) -> str:
     """Mean and deviation over seeds; of one seed the error of its bootstrap."""
     values, errors = group[name], group[f"{name}_error"]
@@ -547,6 +558,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory_tables,
     "onnx": onnx_table,
     "plan-heads": plan_table,
+    "protein-kernels": protein_kernels_table,
     "rivals": rivals_table,
     "rivals-short": partial(rivals_table, RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,
