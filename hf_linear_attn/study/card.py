@@ -89,9 +89,14 @@ def standard_error(metric: str, values: Mapping[str, float], rows: int) -> float
 
 
 def with_error(metric: str, values: Mapping[str, float], rows: int) -> str:
-    """Return a metric as text with its standard error, `0.84 ± 0.02`: two digits where rows are few, else three."""
+    """Return a metric as text with its standard error, `0.84 ± 0.02`: two digits where rows are few, else three.
+
+    A cosine of embeddings, and the loss that is 1 minus it, have four digits: they differ in the last ones.
+    """
     value, stderr = values[metric], standard_error(metric, values, rows)
-    digits = 3 if stderr is not None and stderr < FEW_ROWS else 2
+    digits = 2 if stderr is None or stderr >= FEW_ROWS else 3
+    if stderr is None and "cosine" in values:
+        digits = 4
     return f"{value:.{digits}f}" + ("" if stderr is None else f" ± {stderr:.{digits}f}")
 
 

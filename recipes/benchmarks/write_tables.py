@@ -25,7 +25,7 @@ from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.study.card import final_metrics
 from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
-from hf_linear_attn.utils.timing import crossover
+from hf_linear_attn.utils.timing import crossover, is_measurable
 
 from .. import rivals, sentence_encoder, smollm2
 from ..tables import EMPTY, RESULTS, ROOT, read_json, to_markdown
@@ -360,10 +360,10 @@ def budgets_table() -> str:
         state, plan, metric = data["stages"], data["stages"]["exact_heads"], data["goal"]["metric"]
         parts = state.get("linear parts", {"layers": ()})["layers"]
         heads, recall = plan["heads"], [state[f"recall, {name}"] for name in ("teacher", "this model")]
-        lengths, rows = (state.get("speed", {}).get(name, ()) for name in ("lengths", "rows"))
+        timed = zip(state["speed"]["lengths"], state["speed"]["rows"]["student"], strict=True)
         lines.append(
             {
-                "model": path.stem.partition(",")[0],
+                "model": path.stem,
                 "budget": data["config"]["budget"],
                 "exact heads": f"{sum(head['chosen'] for head in heads)} of {len(heads)}",
                 "windows": f"{plan['plan']['default']['window_size']:,}",
@@ -375,8 +375,11 @@ def budgets_table() -> str:
                 "recall: exact": _interval(recall[0]),
                 "recall: as saved": _interval(recall[1]),
                 "speedup": ", ".join(
-                    f"{row['speedup']:.2f} at {length:,}" for length, row in zip(lengths, rows["student"], strict=True)
-                ),
+                    f"{row['speedup']:.2f} at {length:,}"
+                    for length, row in timed
+                    if is_measurable(row["speedup_p20"], row["speedup_p80"])
+                )
+                or EMPTY,
             }
         )
     return to_markdown(pd.DataFrame(lines), text_columns=None)
