@@ -89,7 +89,12 @@ class StageLog(TrainerCallback):
     ) -> None:
         self.stage, self.say, self.steps, self.save_steps = stage, say, steps, save_steps
         self.file = None if path is None else JsonLinesFile(path)  # None: another process writes it
-        self._begun, self._last = False, time.monotonic()
+        self._last = time.monotonic()
+
+    def begin(self, step: int) -> None:
+        """Remove the lines of the steps after this one, which are about to be repeated."""
+        if self.file is not None:
+            self.file.remove(lambda row: row.get("stage") == self.stage and (row.get("step") or 0) > step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line. Report the metrics of an evaluation, and the loss if the last report is a while ago."""
@@ -104,14 +109,12 @@ class StageLog(TrainerCallback):
             text = f": {format_metrics(metrics)}" if metrics else f", loss {values['loss']:.4f}"
             self.say(f"{self.stage}: step {step} of {self.steps}{text}")
         if self.file is not None:
-            if not self._begun:
-                self.file.remove(lambda row: row.get("stage") == self.stage and (row.get("step") or 0) >= step)
-            self._begun = True
             self.file.append(json_safe({"step": step, "stage": self.stage, **values}))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note the number of steps. What is logged first says which lines are repeated."""
-        self.steps, self._begun = state.max_steps, False
+        """Remove the lines of the steps that are about to be repeated."""
+        self.steps = state.max_steps
+        self.begin(state.global_step)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for a checkpoint."""
@@ -406,11 +409,15 @@ class TrainingRun:
 
     def _transfer_log(self, accelerator: Accelerator) -> Callable[[dict[str, float]], None]:
         """Return what logs a step or an evaluation of the attention transfer."""
-        section = self.config.transfer
+        section, begun = self.config.transfer, False
         log = StageLog("transfer", self.log_file, self.say, steps=section.max_steps)
 
         def write(values: dict[str, float]) -> None:
+            nonlocal begun
             step = int(values.pop("step"))
+            if not begun:
+                log.begin(step - 1)
+            begun = True
             if "eval_loss" in values or step % section.logging_steps == 0 or step in (1, section.max_steps):
                 log.write(step, values)
                 accelerator.log(values, step=step)
