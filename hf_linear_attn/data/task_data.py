@@ -111,7 +111,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     encoded = _map(dataset, tokenizer, encode, [text_column])
     parts = [table["input_ids"].combine_chunks().flatten() for table in encoded.with_format("arrow").iter(BATCH_SIZE)]
     tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
-    before = special_tokens(tokenizer, dataset[text_column][:])[0] if len(tokens) else []
+    before = special_tokens(tokenizer, filter(None, dataset[text_column]))[0] if len(tokens) else []
     capacity = max(block_length - len(before), 1)
     count = len(tokens) // capacity
     if not count:

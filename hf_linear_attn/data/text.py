@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -211,9 +211,9 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) 
         raise ValueError(f"The model's tokenizer cannot read {shortened(text)} ({error}). {remedy}") from error
 
 
-def special_tokens(tokenizer: Any, documents: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return what the tokenizer puts before and after a sequence, as seen on the shortest document that has tokens."""
-    samples = (document[:200] for document in sorted(documents, key=len))
+def special_tokens(tokenizer: Any, documents: Iterable[str]) -> tuple[list[int], list[int]]:
+    """Return what the tokenizer puts before and after a sequence, as seen on the first document that has tokens."""
+    samples = (document[:200] for document in documents)
     sample, bare = next(((one, ids) for one in samples if (ids := encode_text(tokenizer, one))), ("", []))
     if not bare:
         return [], []
