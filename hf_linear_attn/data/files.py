@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import random
@@ -257,14 +258,14 @@ FORMATS: dict[str, Callable[[Path], Rows]] = {
 }
 
 
-def with_numbers(tables: Mapping[str, Table]) -> dict[str, Table]:
+def with_numbers(tables: Mapping[str, Table], text_columns: Sequence[str] = ()) -> dict[str, Table]:
     """Return tables of text cells in which columns of numbers only, in every split, are numbers; empty cells are None.
 
-    Codes such as 0012 stay text.
+    Codes such as 0012 stay text, and so do the cells of `text_columns`.
     """
     converted: dict[str, Table] = {split: {} for split in tables}
     for name in next(iter(tables.values())):
-        cells = [cell for table in tables.values() for cell in table[name] if cell]
+        cells = [cell for table in tables.values() for cell in table[name] if cell and name not in text_columns]
         kinds: tuple[tuple[Callable[[str], Any], re.Pattern[str]], ...] = ((int, _INTEGER), (float, _NUMBER))
         convert = next((kind for kind, form in kinds if cells and all(map(form.fullmatch, cells))), str)
         for split, table in tables.items():
@@ -295,7 +296,12 @@ def import_datasets() -> Any:
 
 
 def load_source(
-    source: str, *, config: str | None = None, revision: str | None = None, documents: Documents = "auto"
+    source: str,
+    *,
+    config: str | None = None,
+    revision: str | None = None,
+    documents: Documents = "auto",
+    text_columns: Sequence[str] = (),
 ) -> DatasetDict:
     """Load a data set by splits.
 
@@ -312,6 +318,8 @@ def load_source(
         config: Configuration of the Hub set.
         revision: Branch, tag or commit of the Hub set.
         documents: What the documents of a text file are: lines, paragraphs, or as `data.files.text_documents` says.
+        text_columns: Columns of a csv or tsv file that are text, whatever they hold. Others with numbers only are
+            numbers.
 
     Returns:
         The splits; dev, valid and val are renamed to validation.
@@ -320,7 +328,8 @@ def load_source(
     if path.exists():
         if config or revision:
             raise ValueError(f"{source!r} is local; {config or revision!r} applies to data sets of the Hub only.")
-        splits = _load_folder(path, documents) if path.is_dir() else _load_files({"train": path}, documents)
+        local = (documents, text_columns)
+        splits = _load_folder(path, *local) if path.is_dir() else _load_files({"train": path}, *local)
     elif is_path(source) or file_suffix(path) in FORMATS:
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
@@ -352,7 +361,7 @@ def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -
         raise OSError(f"Could not load {description} ({type(error).__name__}: {error}). {remedy}") from error
 
 
-def _load_folder(folder: Path, documents: Documents) -> DatasetDict:
+def _load_folder(folder: Path, documents: Documents, text_columns: Sequence[str]) -> DatasetDict:
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         datasets = import_datasets()
         try:
@@ -375,10 +384,10 @@ def _load_folder(folder: Path, documents: Documents) -> DatasetDict:
         listed = ", ".join(names[:10]) or "nothing"
         missing = "no saved data set and no files named by split (train.*, validation.*, test.*)"
         raise FileNotFoundError(f"{str(folder)!r} holds {missing}; found {listed}.")
-    return _load_files(files, documents)
+    return _load_files(files, documents, text_columns)
 
 
-def _load_files(files: Mapping[str, Path], documents: Documents) -> DatasetDict:
+def _load_files(files: Mapping[str, Path], documents: Documents, text_columns: Sequence[str]) -> DatasetDict:
     datasets = import_datasets()
     tables = {split: read_table(path, documents) for split, path in files.items()}
     suffixes = set(map(file_suffix, files.values()))
@@ -391,7 +400,7 @@ def _load_files(files: Mapping[str, Path], documents: Documents) -> DatasetDict:
             columns = [f"{files[name]} has the columns {', '.join(tables[name])}" for name in (split, first)]
             raise ValueError(f"{', but '.join(columns)}. The files of one data set need the same.")
     if suffixes <= {"csv", "tsv"}:
-        tables = with_numbers(tables)
+        tables = with_numbers(tables, text_columns)
     splits = datasets.DatasetDict()
     for split, table in tables.items():
         try:
@@ -423,3 +432,15 @@ def check_columns(splits: DatasetDict, columns: Sequence[str]) -> None:
                 near, listed = near_matches(column, existing), ", ".join(existing)
                 remedy = "Name yours with --data.text_columns and --data.label_column."
                 raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}. {remedy}")
+
+
+def check_text(splits: DatasetDict, columns: Sequence[str], source: str) -> None:
+    """Raise a ValueError that names source, row and column where what is trained or measured on is not text."""
+    names = [name for name in splits if name == "train" or name.startswith("validation")]
+    for name, column in itertools.product(names, columns):
+        tables = splits[name].select_columns([column]).with_format("arrow").iter(1000)
+        for row, value in enumerate(value for table in tables for value in table[column].to_pylist()):
+            if not isinstance(value, str):
+                where = f"{source}, row {row} of {name} (the first is 0)"
+                remedy = "Write text there, remove the row, or name another column with --data.text_columns."
+                raise ValueError(f"{where}: the column {column!r} has {shortened(value)}, which is no text. {remedy}")

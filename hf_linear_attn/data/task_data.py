@@ -27,6 +27,7 @@ from .files import (
     FORMATS,
     TEXT_FORMATS,
     check_columns,
+    check_text,
     file_suffix,
     hold_out_validation,
     import_datasets,
@@ -61,8 +62,8 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
     column `label` becomes `labels`.
 
     Raises:
-        ValueError: A row (it is named) without text, with a hidden label (-1), or that the tokenizer cannot read; a
-            `max_length` that leaves no token beside the special ones.
+        ValueError: A row (it is named) with a hidden label (-1), or that the tokenizer cannot read; a `max_length` that
+            leaves no token beside the special ones.
     """
     special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
@@ -123,7 +124,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
 
 
 def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
-    """Cut a text column into the passages of `token_passages`. Raises as `encode_pairs`."""
+    """Cut a text column into the passages of `token_passages`. Raises as `encode_text`."""
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}
@@ -142,10 +143,6 @@ def row_lengths(dataset: Dataset) -> list[int]:
 
 def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options: Any) -> dict[str, list[Any]]:
     """`input_ids` and, if the tokenizer gives them, `token_type_ids` of rows. Errors name the row."""
-    for index, row in enumerate(rows):
-        for column in texts:
-            if not isinstance(column[index], str):
-                raise ValueError(f"Row {row}: expected text, found {shortened(column[index])}.")
     # `verbose=False`: a text that is longer than the model's limit is truncated afterwards.
     try:
         encoded = tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
@@ -153,7 +150,7 @@ def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options
         if len(rows) > 1:  # find the row
             for index, row in enumerate(rows):
                 _tokenize(tokenizer, [[column[index]] for column in texts], [row], **options)
-        text = shortened(" | ".join(column[0] for column in texts))
+        text = ", ".join(shortened(column[0]) for column in texts)
         raise ValueError(f"Row {rows[0]}: the tokenizer cannot read {text} ({error}).") from error
     return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
 
@@ -351,7 +348,7 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
 
 
 def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
-    column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
+    column, length = document_column(data), data.max_length or DEFAULT_MAX_LENGTH
     collator: Any = collate_blocks
     encode: Callable[[Any], Encoded]
     encode = partial(encode_passages, tokenizer=tokenizer, text_column=column, max_length=length)
@@ -377,10 +374,11 @@ def load_splits(data: DataConfig, columns: Sequence[str]) -> DatasetDict:
         splits = load_task(str(data.task), folder=data.folder, revision=data.revision)
     else:
         hub = {"config": data.dataset_config, "revision": data.revision}
-        splits = load_source(data.dataset, **hub, documents=data.documents)
+        splits = load_source(data.dataset, **hub, documents=data.documents, text_columns=data.text_columns)
     if "train" not in splits:
         raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, splits))}.")
     check_columns(splits, columns)
+    check_text(splits, [name for name in columns if name in data.text_columns], repr(data.dataset or data.task))
     if any(name.startswith("validation") for name in splits):
         return splits
     if len(splits["train"]) < MIN_DOCUMENTS and len(columns) == 1:
@@ -390,18 +388,28 @@ def load_splits(data: DataConfig, columns: Sequence[str]) -> DatasetDict:
     return hold_out_validation(splits, data.validation_size)
 
 
+def document_column(data: DataConfig) -> str:
+    """Return the text column of documents; an OptionError unless there is exactly one."""
+    if len(data.text_columns) != 1:
+        listed = ", ".join(data.text_columns) or "none"
+        raise OptionError("data.text_columns", f"pairs are for classification; documents are one column, not {listed}.")
+    return data.text_columns[0]
+
+
 def read_documents(data: DataConfig) -> Text:
     """Read a text file, the column of a data set, or without a data set the documentation that comes with Python.
 
     The same documents are held out as by `load_task_data`.
     """
-    path = data.dataset
+    column, path = document_column(data), data.dataset
     is_table = path is not None and file_suffix(Path(path)) in {*FORMATS} - {*TEXT_FORMATS}
     if path is None or (Path(path).is_file() and not is_table):
+        if column != "text":
+            raise OptionError("data.text_columns", f"a text has no columns, so no {column!r}. Leave this option out.")
         return read_text(path, data.documents, data.validation_size)
-    splits = load_splits(data, data.text_columns[:1])
-    train, validation = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
-    return Text(Path(path).name if Path(path).exists() else path, train, validation)
+    splits = load_splits(data, [column])
+    validation = (text for name in splits if name.startswith("validation") for text in splits[name][column])
+    return Text(Path(path).name if Path(path).exists() else path, tuple(splits["train"][column]), tuple(validation))
 
 
 def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
@@ -412,6 +420,9 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
     """
     if data.task is not None:
         return TASKS.get(data.task), load_task(data.task, folder=data.folder, revision=data.revision)
+    if len(data.text_columns) not in (1, 2):
+        listed = ", ".join(data.text_columns) or "none"
+        raise OptionError("data.text_columns", f"must be one column, or two for pairs, got {listed}.")
     datasets = import_datasets()
     splits = load_splits(data, (*data.text_columns, data.label_column))
     if data.label_column != "label":

@@ -184,10 +184,6 @@ class Task:
         default_factory=lambda: {"train": "train", "validation": "validation"}, repr=False
     )
 
-    def __post_init__(self) -> None:
-        if len(self.columns) not in (1, 2):
-            raise ValueError(f"{self.name!r} has {len(self.columns)} text columns; one or two are possible.")
-
 
 TASKS: Registry[Task] = Registry("task")
 

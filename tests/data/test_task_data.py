@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from hf_linear_attn.data.task_data import (
     load_task_data,
     read_documents,
 )
+from hf_linear_attn.utils.options import OptionError
 from tests.data.tiny_data import tokenizer, write
 from tests.tiny_text import sample_text
 
@@ -129,3 +132,60 @@ def test_text_of_any_source(tmp_path):
     assert read_documents(DataConfig(dataset=str(folder / "log"))).train[0].startswith("word word")
     with pytest.raises(FileNotFoundError, match=r"no file or folder '\./nowhere\.txt'"):
         read_documents(DataConfig(dataset="./nowhere.txt"))
+
+
+@pytest.mark.parametrize("task_type", ["classification", "causal-lm", "masked-lm", "embedding", "documents"])
+def test_what_is_no_text_is_named(task_type, tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+
+    def load(data: DataConfig) -> object:
+        return read_documents(data) if task_type == "documents" else load_task_data(task_type, tokenizer(), data, 0)
+
+    rows = [{"text": f"alpha beta {row}", "number": row, "label": row % 2} for row in range(12)]
+    for row in (0, 7):
+        wrong = [{**entry, "text": None if index == row else entry["text"]} for index, entry in enumerate(rows)]
+        write(tmp_path, {"train.jsonl": "\n".join(map(json.dumps, wrong))})
+        with pytest.raises(
+            ValueError, match=rf"{tmp_path}', row {row} of train .* column 'text' has None.*remove the row"
+        ):
+            load(DataConfig(dataset=str(tmp_path), max_length=8))
+    with pytest.raises(ValueError, match=r"row 0 of train .* column 'number' has 0.*--data.text_columns"):
+        load(DataConfig(dataset=str(tmp_path / "train.jsonl"), text_columns=("number",), max_length=8))
+
+
+@pytest.mark.parametrize("task_type", ["classification", "causal-lm", "masked-lm", "embedding"])
+def test_numbers_in_a_text_column_of_a_csv_file_are_text(task_type, tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    numbers = [f"{row}.50" for row in range(40)]
+    table = "\n".join(["text,label", *(f"{number},{row % 2}" for row, number in enumerate(numbers))])
+    data = DataConfig(dataset=str(write(tmp_path, {"rows.csv": table}) / "rows.csv"), max_length=8)
+    assert sorted((*read_documents(data).train, *read_documents(data).validation)) == sorted(numbers)
+    assert load_task_data(task_type, tokenizer(), data, 0).longest > 2
+
+
+def test_all_validation_splits_are_held_out(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="needs the extra 'train'")
+    parts = {"train": ["abc"], "validation_b": ["def"], "validation_a": ["ghi", "jkl"]}
+    saved = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
+    datasets.DatasetDict(saved).save_to_disk(tmp_path)
+    text = read_documents(DataConfig(dataset=str(tmp_path)))
+    assert (text.train, text.validation) == (("abc",), ("def", "ghi", "jkl"))
+
+
+@pytest.mark.parametrize("columns", [(), ("text", "second")])
+@pytest.mark.parametrize("task_type", ["causal-lm", "masked-lm", "embedding"])
+def test_documents_are_one_column(task_type, columns, tmp_path):
+    data = DataConfig(dataset=str(tmp_path / "not read"), text_columns=columns)
+    for load in (read_documents, partial(load_task_data, task_type, tokenizer(), seed=0)):
+        with pytest.raises(OptionError, match=f"data.text_columns: .* not {', '.join(columns) or 'none'}"):
+            load(data=data)
+
+
+def test_text_columns_that_cannot_be_read_are_errors(tmp_path):
+    (tmp_path / "book.txt").write_text(sample_text(), encoding="utf-8")
+    for path in (None, str(tmp_path / "book.txt")):
+        with pytest.raises(OptionError, match=r"data.text_columns: a text has no columns, so no 'story'"):
+            read_documents(DataConfig(dataset=path, text_columns=("story",)))
+    for columns in ((), ("a", "b", "c")):
+        with pytest.raises(OptionError, match=r"data.text_columns: must be one column, or two for pairs, got"):
+            load_labelled(DataConfig(dataset="not read", text_columns=columns))
