@@ -266,8 +266,9 @@ class Reader:
     def __init__(self, model: PreTrainedModel, context: Context) -> None:
         self.model, self.cache, self.position = model, copy.deepcopy(context.cache), context.tokens
         sliding = {getattr(layer, "is_sliding", False) for layer in self.cache.layers}
-        # The mask of several tokens is made for one length of the cache, and layers with windows have another.
-        self.together = len(sliding) == 1
+        lengths = {layer.get_seq_length() for layer in self.cache.layers}
+        # Where keys were dropped beside layers with windows, no mask of several tokens fits all layers.
+        self.together = len(sliding) == 1 or lengths == {context.tokens}
 
     @torch.inference_mode()
     def read(self, ids: Sequence[int]) -> Tensor:
