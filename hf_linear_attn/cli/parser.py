@@ -134,7 +134,9 @@ def _add_options(
 def _type_settings(kind: Any) -> dict[str, Any]:
     """How jsonargparse reads an option. Numbers are left as YAML reads them, because our check has clearer errors."""
     if get_origin(kind) is tuple:
-        return {**_type_settings(get_args(kind)[0]), "nargs": "*"}
+        settings = _type_settings(get_args(kind)[0])
+        lists = {"type": list[str] | str | None} if get_args(kind)[0] is str else {}  # [a, b] is a list, as in YAML
+        return {**settings, **lists, "nargs": "*"}
     if get_origin(kind) is Literal:
         return {"type": Any, "metavar": f"{{{','.join(get_args(kind))}}}"}
     kind = get_origin(kind) or kind
@@ -159,8 +161,12 @@ def _checked_flags(
             name = flag[2:].replace("-", "_")
             if name in positionals:
                 raise OptionError(name, "is given without a flag.")
-            if name not in known and not name.startswith(mappings):
+            key = next((name.removeprefix(one) for one in mappings if name.startswith(one)), "")
+            if name not in known and not key:
                 raise OptionError(name, f"unknown option.{_similar(name, known)}")
+            if "." in key:
+                mapping, _, inner = name.rpartition(".")
+                raise OptionError(name, f"a mapping in a mapping is given whole: --{mapping} '{{{inner}: VALUE}}'.")
             argument = f"--{name}{equals}{value}"
         yield argument
 

@@ -63,7 +63,7 @@ SEARCH_SHARE = 0.2
 KINDS = {"causal-lm": "decoder", "classification": "classifier", "embedding": "encoder"}
 
 #: What a model that is converted for a budget is asked, and the texts that it is asked about, at three depths each.
-RECALL_TASKS, RECALL_TRIALS = {"decoder": "niah_multikey_1", "encoder": RETRIEVAL}, 16
+RECALL_TASKS, RECALL_TRIALS = {"causal-lm": "niah_multikey_1", "embedding": RETRIEVAL}, 16
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -324,7 +324,7 @@ def _recall(run: TrainingRun, name: str, model: PreTrainedModel, length: int) ->
     if stage not in run.state:
         with run.working(f"measuring what {name} recalls"):
             model.to(run.process.device)
-            tasks = [RECALL_TASKS[KINDS[str(run.config.task_type)]]]
+            tasks = [RECALL_TASKS[run.config.task_type]]
             options: dict[str, Any] = {"tasks": tasks, "lengths": [length], "trials": RECALL_TRIALS}
             result = measure_recall(model, run.data.tokenizer, **options, seed=run.config.seed)
         (row,) = result.summary().to_dict("records")
@@ -339,7 +339,7 @@ def _verify_recall(run: TrainingRun, budget: Budget, teacher: PreTrainedModel, s
     They are as long as a budget of recall says, and for other budgets no longer than the training rows. A classifier
     recalls nothing.
     """
-    if KINDS[str(run.config.task_type)] not in RECALL_TASKS:
+    if run.config.task_type not in RECALL_TASKS:
         return
     length = run.data.longest
     if budget.length:

@@ -167,7 +167,7 @@ def transfer_attention(
     check_value("evaluate_every", evaluate_every, int, least=1)
     check_value("patience", patience, int | None, least=1)
     check_value("gradient_accumulation_steps", gradient_accumulation_steps, int, least=1)
-    check_value("max_grad_norm", max_grad_norm, float | None, least=0)
+    check_value("max_grad_norm", max_grad_norm, float, least=0)
     check_value("save_every", save_every, int | None, least=0)
     options = SimpleNamespace(
         steps=steps,
