@@ -208,14 +208,14 @@ def describe_source(source: Any, task: str | None, dataset: str | None = None) -
 
 
 def load_exact(source: Any, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:
-    """Load a model with exact attention, unless it is loaded; messages name the task of a classifier.
+    """Load a model with exact attention, or copy a loaded one, without its weights; messages name a classifier's task.
 
     Raises:
         OSError: It cannot be loaded.
         ValueError: Weights are missing, or its attention cannot be replaced.
     """
     if isinstance(source, PreTrainedModel):
-        return source
+        return shared_copy(source)  # whose mode may change
     auto_class = getattr(transformers, KINDS[kind])
     precision = {"dtype": torch.float32} if kind == "classifier" else {}
     with loading_errors(f"The model {source!r}"), quiet_transformers():

@@ -193,7 +193,7 @@ def split_task(entry: str) -> tuple[str, str | None]:
 def with_options(config: EvaluateConfig, options: Mapping[str, Any], data: Any = None) -> EvaluateConfig:
     """Return the config with options by name, and data: an `EvaluationData`, a path, or None.
 
-    Options of the sections `data` and `speed` are given by their names, too.
+    Options of the sections `data` and `speed` are given by their names, too, or as mappings.
 
     Raises:
         TypeError: There is no such option.
@@ -203,6 +203,14 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any], data: Any =
         changes["data"] = data if isinstance(data, EvaluationData) else replace(config.data, dataset=str(data))
     for section in ("data", "speed"):
         part = changes.get(section, getattr(config, section))
+        if isinstance(part, Mapping):
+            known = {item.name for item in fields(getattr(config, section))}
+            if unknown := sorted({*part} - known):
+                raise TypeError(f"{section} has no option {unknown[0]!r}. It has {', '.join(sorted(known))}.")
+            part = replace(
+                getattr(config, section),
+                **{name: tuple(one) if isinstance(one, list) else one for name, one in part.items()},
+            )
         names = [item.name for item in fields(part) if item.name in changes]
         changes[section] = replace(part, **{name: changes.pop(name) for name in names})
     for name in changes.keys() - {item.name for item in fields(config)}:

@@ -3,15 +3,18 @@
 Options of the stages are called as in `transformers.TrainingArguments` where they mean the same.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
-from ..utils.options import OptionError, check_exclusive, check_options, option
+from ..utils.options import OptionError, check_exclusive, check_options, default_of, option
 
 #: The held-out texts that are measured with a budget and no other option: more would take longer than the training.
 BUDGET_EVAL_ROWS = 64
+
+#: Tokens of the inputs that are timed after a training.
+TIMED_LENGTHS = (512, 2048)
 
 TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding"]
 AttentionLoss = Literal["auto", "weights", "outputs"]
@@ -75,7 +78,9 @@ class TeacherConfig(StageConfig):
 class TransferConfig:
     """Stage 1: attention transfer (see `transfer_attention`)."""
 
-    max_steps: int = option(200, "optimizer steps; 0: no attention transfer", least=0, common=True)
+    max_steps: int | None = option(
+        None, "optimizer steps; 0: no attention transfer (default: 200)", least=0, common=True
+    )
     per_device_train_batch_size: int = option(32, "rows of one forward pass on one device", least=1)
     gradient_accumulation_steps: int = option(1, "forward passes of one optimizer step", least=1)
     learning_rate: float | None = option(
@@ -95,6 +100,9 @@ class TransferConfig:
 class DistillConfig(StageConfig):
     """Stages 2 and 3: the model learns from its teacher and from the labels (see `DistillationConfig`)."""
 
+    num_train_epochs: float | None = option(  # type: ignore[assignment]
+        None, "passes over the training data (default: 3)", least=0, common=True
+    )
     disable_dropout: bool = option(True, "train without the model's dropout, which is noise beside the teacher")
     logits_weight: float = option(1.0, "weight of KL(teacher || student) of the outputs", least=0)
     temperature: float = option(2.0, "temperature of both distributions in that divergence", above=0)
@@ -156,18 +164,25 @@ class TrainingRunConfig:
     save_steps: int = option(500, "steps between checkpoints; 0: only when interrupted", least=0)
     save_total_limit: int = option(2, "number of checkpoints of a stage to keep; a finished run keeps none", least=1)
     report_to: tuple[str, ...] = option(("tensorboard",), "the Trainer's trackers besides log.jsonl, if installed")
-    speed: TimingConfig = option(factory=lambda: TimingConfig((512, 2048)))
+    speed: TimingConfig = option(factory=lambda: TimingConfig(TIMED_LENGTHS))
     hub_model_id: str | None = option(None, "repository on the Hub to push the result to")
     hub_private_repo: bool = option(False, "make that repository private")
 
     def __post_init__(self) -> None:
         if self.task_type is None:
             object.__setattr__(self, "task_type", "classification")
+        if self.speed.lengths is None:
+            object.__setattr__(self, "speed", TimingConfig(TIMED_LENGTHS))
         check_options(self)
         check_exclusive(self, "resume", "overwrite")
         check_exclusive(self, "bf16", "fp16")
         if self.plan is not None and (self.layers is not None or self.options):
             raise OptionError("plan", "says what every layer gets. Write layers and options into it, or leave it out.")
+        if self.attention is None and self.plan is None and (self.options or self.layers is not None):
+            raise OptionError("options" if self.options else "layers", "is for a mechanism: give attention, too.")
+        for name, kind in (("mlm_probability", "masked-lm"), ("metrics", "classification")):
+            if getattr(self.data, name) != default_of(DataConfig, name) and self.task_type != kind:
+                raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.task_type}.")
         if self.max_length is not None and (self.from_config or self.model_type is not None):
             remedy = f"config_overrides {{max_position_embeddings: {self.max_length}}}"
             raise OptionError("max_length", f"extends positions that were trained. With random weights, give {remedy}.")
@@ -188,16 +203,28 @@ class FinetuneConfig(TrainingRunConfig):
             raise OptionError("task_type", "embedding learns from the exact model: use convert.")
 
 
-#: The training with a budget and no other option, minutes on two CPU cores for 100 million parameters. For
-#: classification it is that of every conversion.
+#: The training of every conversion.
+USUAL_TRAINING = TransferConfig(max_steps=200), DistillConfig(num_train_epochs=3.0)
+
+#: That with a budget, minutes on two CPU cores for 100 million parameters.
 BUDGET_TRAINING: dict[str, tuple[TransferConfig, DistillConfig]] = {
     "causal-lm": (TransferConfig(max_steps=0), DistillConfig(max_steps=80, per_device_train_batch_size=1)),
     "embedding": (
         TransferConfig(max_steps=120, per_device_train_batch_size=8),
         DistillConfig(max_steps=60, per_device_train_batch_size=16, learning_rate=1e-4),
     ),
-    "classification": (TransferConfig(), DistillConfig()),
+    "classification": USUAL_TRAINING,
 }
+
+
+def _filled_in(section: Any, training: Any) -> Any:
+    """Return a section of options with those of a training where it has its defaults."""
+    default = type(section)()
+    given = {field.name: getattr(section, field.name) for field in fields(section)}
+    given = {name: value for name, value in given.items() if value != getattr(default, name)}
+    if "num_train_epochs" in given:
+        training = replace(training, max_steps=None)
+    return replace(training, **given)
 
 
 @dataclass(frozen=True)
@@ -218,8 +245,9 @@ class ConvertConfig(TrainingRunConfig):
     distill: DistillConfig = option(factory=DistillConfig)
 
     def __post_init__(self) -> None:
-        if self.budget is not None:
-            self._settle_budget()
+        training = USUAL_TRAINING if self.budget is None else self._settle_budget()
+        object.__setattr__(self, "transfer", _filled_in(self.transfer, training[0]))
+        object.__setattr__(self, "distill", _filled_in(self.distill, training[1]))
         super().__post_init__()
         if self.exact_share and (self.attention is None or self.plan is not None or self.layers is not None):
             raise OptionError(
@@ -236,8 +264,8 @@ class ConvertConfig(TrainingRunConfig):
         if self.task_type == "embedding" and self.teacher.enabled:
             raise OptionError("task_type", "embedding has no labels to fine-tune a teacher on: leave out that section.")
 
-    def _settle_budget(self) -> None:
-        """Fill in what a budget decides, where nothing else is given: the kind of model, and a short training."""
+    def _settle_budget(self) -> tuple[TransferConfig, DistillConfig]:
+        """Fill in what a budget decides, where nothing else is given, and return its short training."""
         chosen = {"attention": DEFAULT_ATTENTION, "exact_share": 0.0, "layers": None, "plan": None}
         for name, value in chosen.items():
             if getattr(self, name) != value:
@@ -247,13 +275,7 @@ class ConvertConfig(TrainingRunConfig):
         kind = self.task_type or ("causal-lm" if self.data.task is None else "classification")
         if kind not in BUDGET_TRAINING:
             raise OptionError("budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {kind}.")
-        settled: dict[str, Any] = {"task_type": kind}
-        transfer, distill = BUDGET_TRAINING[kind]
-        if self.transfer == TransferConfig():
-            settled["transfer"] = transfer
-        if self.distill == DistillConfig():
-            settled["distill"] = distill
+        object.__setattr__(self, "task_type", kind)
         if self.data.max_eval_samples is None and kind != "classification":
-            settled["data"] = replace(self.data, max_eval_samples=BUDGET_EVAL_ROWS)
-        for name, value in settled.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, "data", replace(self.data, max_eval_samples=BUDGET_EVAL_ROWS))
+        return BUDGET_TRAINING[kind]

@@ -129,10 +129,10 @@ def check_output(
 def open_output(folder: Path, results: Sequence[str], *, overwrite: bool = False) -> Iterator[None]:
     """Context manager that creates an output folder, and removes it if the block raises before there is a result.
 
-    That is one of the files `results`. With `overwrite` everything in the folder, which `check_output` has checked, is
-    removed first. An OSError if the folder cannot be created or written to.
+    That is one of the files `results`. A folder that had files before stays. With `overwrite` everything in it, which
+    `check_output` has checked, is removed first. An OSError if the folder cannot be created or written to.
     """
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    created, is_new = [path for path in (folder, *folder.parents) if not path.exists()], not folder.exists()
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,9 +143,10 @@ def open_output(folder: Path, results: Sequence[str], *, overwrite: bool = False
             raise OSError(f"Cannot write to {str(folder)!r} ({reason}). Choose another folder.") from error
         if overwrite:
             clear_folder(folder)
+        is_new = not any(folder.iterdir())
         yield
     except BaseException:
-        if folder.is_dir() and not any((folder / result).exists() for result in results):
+        if folder.is_dir() and is_new and not any((folder / result).exists() for result in results):
             clear_folder(folder)
             for path in created:
                 path.rmdir()

@@ -180,13 +180,17 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], section:
 def make_config(config_class: type[Config], config: Config | None, options: Mapping[str, Any]) -> Config:
     """Return the config with further options, or the one that options make by themselves. Errors as `build_config`.
 
-    Of a config of a subclass, whose further fields are its own, those of `config_class` count.
+    Options of a section override those of the config's section. Of a config of a subclass, whose further fields are its
+    own, those of `config_class` count.
     """
-    if config is not None and not options:
-        return config
-    known = to_dict(config) if config is not None else {}
-    names = {entry.name for entry in fields(cast(Any, config_class))}
-    return build_config(config_class, {name: known[name] for name in known if name in names} | dict(options))
+    if config is None or not options:
+        return config or build_config(config_class, options)
+    hints, known = get_type_hints(config_class), to_dict(config)
+    values = {entry.name: known[entry.name] for entry in fields(cast(Any, config_class))}
+    for name, value in options.items():
+        is_section = is_dataclass(hints.get(name)) and isinstance(value, Mapping)
+        values[name] = {**values[name], **value} if is_section else value
+    return build_config(config_class, values)
 
 
 def default_of(config_class: Any, name: str) -> Any:

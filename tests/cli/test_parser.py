@@ -98,7 +98,7 @@ def test_every_type_from_file_and_flag(tmp_path, name, text, expected):
 )
 def test_lists(tmp_path, name, text, flags, expected):
     file = yaml_file(tmp_path, f"part:\n  {name}: {text}\n")
-    for config in (parse("--config", file), parse(f"--part.{name}", *flags)):
+    for config in (parse("--config", file), parse(f"--part.{name}", *flags), parse(f"--part.{name}", text)):
         assert getattr(config.part, name) == expected
 
 
@@ -164,6 +164,7 @@ def test_bad_files(tmp_path, text, message):
     [
         (["--part.cuont", "1"], "part.cuont: unknown option. Did you mean '--part.count'"),
         (["--prat.count", "1"], "prat.count: unknown option. Did you mean '--part.count'"),
+        (["--part.options.deep.a", "1"], "part.options.deep.a: a mapping in a mapping is given whole: --part"),
         (["--other.lr", "1"], "other.lr: unknown option. Did you mean '--other.learning_rate'?"),
         (["--part.count"], "argument --part.count: expected one argument"),
         (["a", "b"], "unrecognized arguments: b"),

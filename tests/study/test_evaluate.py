@@ -141,7 +141,7 @@ def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Ev
 
 def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
     torch.manual_seed(0)
-    model = tiny_model("bert")
+    model = tiny_model("bert").train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     documents = sample_text().splitlines()
     options = {
@@ -150,6 +150,7 @@ def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
     }
     evaluation = evaluate(model, documents, tokenizer=tiny_tokenizer(), **options)
     assert not hla.is_patched(model)
+    assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert evaluation.quality(SENTENCE_EMBEDDINGS, "exact").mean == pytest.approx(1.0)
     assert evaluation.table["label"].nunique() == 3
@@ -160,6 +161,8 @@ def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
     assert evaluation.longest_quality_input() == 32
     with pytest.raises(TypeError, match="no option 'lenght'"):
         evaluate(model, documents, tokenizer=tiny_tokenizer(), lenght=16)
+    with pytest.raises(TypeError, match=r"speed has no option 'lenghts'. It has backward, .*, lengths"):
+        evaluate(model, documents, tokenizer=tiny_tokenizer(), speed={"lenghts": [16]})
 
 
 def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) -> None:

@@ -17,6 +17,7 @@ from hf_linear_attn.training.options import (
     TeacherConfig,
     TransferConfig,
 )
+from hf_linear_attn.utils.options import make_config
 
 SECTIONS = (DataConfig, StageConfig, TeacherConfig, TransferConfig, DistillConfig)
 
@@ -81,6 +82,14 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
         (ConvertConfig, {"bf16": True, "fp16": True}, "^bf16: excludes fp16"),
         (ConvertConfig, {"plan": "p.json", "layers": (0,)}, "^plan: says what every layer gets"),
         (FinetuneConfig, {"train": StageConfig(num_train_epochs=0)}, "there is nothing to train"),
+        (FinetuneConfig, {"options": {"window_size": 32}}, "^options: is for a mechanism: give attention"),
+        (ConvertConfig, {"attention": None, "layers": (0,)}, "^layers: is for a mechanism: give attention"),
+        (ConvertConfig, {"data": DataConfig(mlm_probability=0.3)}, "^data.mlm_probability: is for masked-lm"),
+        (
+            ConvertConfig,
+            {"task_type": "causal-lm", "data": DataConfig(metrics=("accuracy",))},
+            "^data.metrics: is for classification",
+        ),
         (ConvertConfig, {"exact_share": 1.5}, "^exact_share: .* of at least 0 and below 1, got 1.5"),
         (ConvertConfig, {"exact_share": 0.2, "layers": (0,)}, "leave plan and layers out"),
         (ConvertConfig, {"distill": DistillConfig(carried_length=8)}, "needs task_type causal-lm"),
@@ -94,3 +103,23 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
 def test_bad_values_name_the_option(config_class, values, message):
     with pytest.raises(ValueError, match=message):
         config_class(**values)
+
+
+def test_a_budget_sets_the_training_that_is_not_given():
+    budget = {"budget": "2% perplexity"}
+    usual, short = ConvertConfig(), ConvertConfig(**budget)
+    assert (usual.transfer.max_steps, usual.distill.max_steps, usual.distill.num_train_epochs) == (200, None, 3.0)
+    assert (short.transfer.max_steps, short.distill.max_steps, short.distill.num_train_epochs) == (0, 80, None)
+    given = ConvertConfig(**budget, transfer=TransferConfig(200), distill=DistillConfig(3.0, learning_rate=1e-4))
+    assert (given.transfer.max_steps, given.distill.max_steps, given.distill.num_train_epochs) == (200, None, 3.0)
+    assert (given.distill.learning_rate, given.distill.per_device_train_batch_size) == (1e-4, 1)
+    assert not ConvertConfig(**budget, distill=DistillConfig(0.0)).distill.enabled
+
+
+def test_options_override_those_of_a_config_one_by_one():
+    options = {"data": {"dataset": "x", "max_length": 64}, "distill": {"max_steps": 50}, "speed": {"lengths": None}}
+    config = make_config(ConvertConfig, None, options)
+    assert config.speed.lengths == (512, 2048), "null: the usual ones"
+    changed = make_config(ConvertConfig, config, {"data": {"max_eval_samples": 9}, "distill": {"learned_lr": 1e-3}})
+    assert (changed.data.dataset, changed.data.max_length, changed.data.max_eval_samples) == ("x", 64, 9)
+    assert (changed.distill.max_steps, changed.distill.learned_lr) == (50, 1e-3)

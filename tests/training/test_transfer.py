@@ -273,6 +273,7 @@ def test_a_single_batch_is_an_error(single: Any) -> None:
         ({"patience": 0}, "^patience: must be"),
         ({"gradient_accumulation_steps": 0}, "^gradient_accumulation_steps: must be"),
         ({"max_grad_norm": -1.0}, "^max_grad_norm: must be .* at least 0"),
+        ({"max_grad_norm": None}, "^max_grad_norm: must be .* at least 0, got None"),
         ({"save_every": -1}, "^save_every: must be .* at least 0"),
     ],
 )

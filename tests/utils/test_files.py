@@ -121,6 +121,10 @@ def test_a_failure_without_a_result_leaves_no_folder(tmp_path):
     with pytest.raises(KeyError):
         fail("part")
     assert os.listdir(out) == [], "the folder was there before"
+    (out / "earlier").mkdir()
+    with pytest.raises(KeyError):
+        fail("part")
+    assert sorted(os.listdir(out)) == ["earlier", "part"], "what was there before stays"
 
 
 def test_json_lines_drop_an_incomplete_last_line(tmp_path):
