@@ -26,8 +26,8 @@ NATS = "nats per token"
 #: The context is divided into this many parts, for the loss by position.
 POSITION_BINS = 8
 
-#: The model without attention must be worse than the exact one by this share of its score, and by this number of
-#: standard errors. Else the data say nothing about attention.
+#: The exact model must be better than the floor by this share of its score, and by this number of standard errors. Else
+#: the data say nothing about attention.
 MIN_GAP, MIN_GAP_ERRORS = 0.02, 3.0
 
 #: A model whose divergence from the exact one exceeds this share of that of a model without any attention is another
@@ -60,10 +60,12 @@ SENTENCE_EMBEDDINGS = Score("sentence_embeddings", "cosine", "cosine to exact em
 class Assessment:
     """What a score says about a mechanism."""
 
-    valid: bool  # the data can judge attention: the model without attention is clearly worse than the exact one
+    valid: bool  # the data can judge attention: the floor is clearly worse than the exact model
     worse: bool  # than the exact model
-    below_floor: bool  # worse than without attention, too
+    below_floor: bool  # worse than the floor, too
     chance: bool  # better than the exact model although the outputs differ largely, which is no success
+    floor: float | None  # the score without attention, or of the most frequent answer where that is not worse
+    floor_name: str  # whose it is
 
 
 def assess(
@@ -72,23 +74,28 @@ def assess(
     floor: float | None,
     *,
     higher_is_better: bool,
+    most_frequent_answer: float | None = None,
     stderr: float = 0.0,
     divergence: float | None = None,
     floor_divergence: float | None = None,
 ) -> Assessment:
-    """Compare a score with the exact model's first, and then with that of the model without attention, `floor`.
+    """Compare a score with the exact model's first, and then with the floor.
 
-    `stderr` is that of the difference of `exact` and `floor`; divergences are those from the exact model's outputs.
+    `floor` is the score of the model without attention; of a classifier, that of always giving the most frequent answer
+    takes its place where it is not worse. `stderr` is that of the difference of `exact` and `floor`; divergences are
+    those from the exact model's outputs.
     """
-    sign = 1 if higher_is_better else -1
+    sign, name = 1 if higher_is_better else -1, "without attention"
+    if most_frequent_answer is not None and (floor is None or sign * (most_frequent_answer - floor) >= 0):
+        floor, name = most_frequent_answer, "always giving the most frequent answer"
     gap = 0.0 if exact is None or floor is None else sign * (exact - floor)
     valid = gap > max(MIN_GAP * abs(exact or 0.0), MIN_GAP_ERRORS * stderr)
     if score is None or exact is None:
-        return Assessment(valid, worse=True, below_floor=False, chance=False)
+        return Assessment(valid, True, False, False, floor, name)
     gain = sign * (score - exact)
     scale = floor_divergence or math.inf
     large = divergence is not None and divergence > LARGE_DIVERGENCE * scale
-    return Assessment(valid, gain < 0, valid and gain < -gap, gain > 0 and large)
+    return Assessment(valid, gain < 0, valid and gain < -gap, gain > 0 and large, floor, name)
 
 
 @dataclass(frozen=True)

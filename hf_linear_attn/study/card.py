@@ -136,18 +136,21 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
 def _inconclusive(facts: dict[str, Any], state: dict[str, Any], metric: str, higher: bool) -> str:
     """Return why the data cannot measure attention; empty if they can."""
     teacher, without, rows = state.get("teacher") or {}, state.get("no attention") or {}, validation_rows(facts, metric)
-    value, floor = teacher.get(metric), facts.get("most_frequent_answer")
-    if value is None:
+    value, constant = teacher.get(metric), facts.get("most_frequent_answer")
+    if value is None or (constant is None and metric not in without):
         return ""
-    if floor is not None and value - floor <= 2 * (0.25 / max(rows, 1)) ** 0.5:  # two standard errors
-        constant = f"that of always giving the most frequent answer ({floor:.2f})"
+    # Of classes, where nothing else is known, the largest standard error of an accuracy.
+    unknown = 0.0 if constant is None else (0.25 / max(rows, 1)) ** 0.5
+    measured = (teacher, without if metric in without else teacher)
+    stderr = math.hypot(*(standard_error(metric, values, rows) or unknown for values in measured))
+    options: dict[str, Any] = {"higher_is_better": higher, "most_frequent_answer": constant, "stderr": stderr}
+    assessment = assess(None, value, without.get(metric), **options)
+    if assessment.valid:
+        return ""
+    if assessment.floor == constant:
         reason = "it has not learned the task, so nothing can be said about attention."
-        return f"The teacher's {metric} ({value:.2f}) is not clearly better than {constant}: {reason}"
-    if metric not in without:
-        return ""
-    stderr = math.hypot(*(standard_error(metric, values, rows) or 0.0 for values in (teacher, without)))
-    if assess(None, value, without[metric], higher_is_better=higher, stderr=stderr).valid:
-        return ""
+        floor = f"that of {assessment.floor_name} ({constant:.2f})"
+        return f"The teacher's {metric} ({value:.2f}) is not clearly better than {floor}: {reason}"
     texts = [with_error(metric, values, rows) for values in (teacher, without)]
     return (
         f"These data cannot measure attention: the teacher's {metric} ({texts[0]}) is not clearly better than with its "

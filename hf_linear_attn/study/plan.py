@@ -265,8 +265,8 @@ class LayerSearch:
     The layers are ordered by the divergence that each causes by itself; of heads the choices are given. Every model on
     the path from exact to linear is measured as a whole, since the damages of single layers do not add up, and the
     chosen one is verified on other data. A model that scores better than the exact one although it diverges largely is
-    never within a budget of quality; and none is unless the exact model is clearly better than the model without
-    attention (see `quality.assess`).
+    never within a budget of quality; and none is unless the exact model is clearly better than the floor (see
+    `quality.assess`).
     """
 
     study: Study  # where everything is measured once
@@ -278,7 +278,8 @@ class LayerSearch:
         """Measure, choose and verify."""
         budget, unit, score = self.budget, self.unit, self.score
         references = self.references
-        informative = all(self.assess(data, references[data]).valid for data in self.measurements)
+        exact_models = [self.assess(data, references[data]) for data in self.measurements]
+        informative = all(one.valid for one in exact_models)
         single_layers = [] if self.heads else self.single_layers()
         path = self.by_heads() if self.heads else self.by_layers(single_layers)
         part = "key-value heads" if self.heads else "layers"
@@ -309,6 +310,7 @@ class LayerSearch:
             met=within_budget and verified.is_within(budget, informative=informative) and not verified.unsure,
             within_budget=within_budget,
             informative=informative,
+            floors=[{"score": one.floor, "name": one.floor_name} for one in exact_models],
             curve=[exact, *measured],
             single_layers=single_layers,
             chosen=chosen,
@@ -402,6 +404,7 @@ class LayerSearch:
             exact["score"],
             floor["score"],
             higher_is_better=self.score.higher_is_better,
+            most_frequent_answer=exact.get("most_frequent_answer"),
             stderr=math.hypot(exact["stderr"] or 0.0, floor["stderr"] or 0.0),
             divergence=values["divergence"],
             floor_divergence=floor["divergence"],

@@ -104,13 +104,14 @@ class PlanResult:
     total: int  # self-attention layers of the model, or their key-value heads
     within_budget: bool  # whether the budget is met on the data of the choice
     met: bool  # whether it is met on those of the verification, too
-    informative: bool  # whether the exact model is clearly better than without attention (`quality.assess`)
+    informative: bool  # whether the exact model is clearly better than the floors (`quality.assess`)
     curve: list[Candidate]  # from the exact model to the one with the most linear parts
     single_layers: list[Candidate]  # each layer by itself; none where heads are chosen
     chosen: Candidate
     verified: Candidate  # the chosen one on the data of the verification
     references: dict[str, dict[str, Any]]  # values of the exact model and of that without attention, by data set
     positions_note: str = ""  # about timed lengths beyond the model's positions
+    floors: list[dict[str, Any]] = field(default_factory=list)  # `score` and `name`, on the data of both references
 
     @property
     def layers(self) -> list[int]:
@@ -207,10 +208,13 @@ class PlanResult:
         sentences = []
         exact, last = self.references["choice"], self.curve[-1]
         if not self.informative:
-            scores = [self._format_score(values["score"]) for values in self.references.values()]
-            comparison = "{} against {}, and {} against {} on the data of the verification".format(*scores)
-            problem = "the exact model is not clearly better there than the model without attention"
-            sentences.append(f"The score says nothing about attention: {problem} ({self.score['title']} {comparison}).")
+            parts = [
+                f"{self._format_score(self.references[data]['score'])}, {floor['name']} "
+                f"{self._format_score(floor['score'])} on the data of the {data}"
+                for data, floor in zip(("choice", "verification"), self.floors, strict=False)
+            ]
+            problem = f"the exact model is not clearly better there ({self.score['title']} {'; '.join(parts)})"
+            sentences.append(f"The score says nothing about attention: {problem}.")
         if counts := ", ".join(str(one.count) for one in self.curve if one.chance):
             change = "the score is better although the outputs differ largely"
             sentences.append(f"With {counts} linear {self.part} {change}: that is chance.")

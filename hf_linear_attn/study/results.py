@@ -101,7 +101,7 @@ class Comparison:
         if not assessment.valid:
             return f"{title}: no conclusion"
         if assessment.below_floor:
-            return f"{title}: worse than without attention"
+            return f"{title}: worse than {assessment.floor_name}"
         if self.score.agreement or self.share is None:
             return f"{title} {self.own.text(self.score.digits)}"
         if self.better:
@@ -226,8 +226,7 @@ class Evaluation:
     def compare(self, label: str, score: Score) -> Comparison | None:
         """Compare a row's score with that of exact attention, and with that of the model without attention.
 
-        A converted checkpoint is compared with the tuned exact model where there is one: both were trained alike. A
-        classifier must be better than one that always gives the most frequent answer, too.
+        A converted checkpoint is compared with the tuned exact model where there is one: both were trained alike.
         """
         converted = self.states[label] == "converted"
         controls = [name for name, state in self.states.items() if converted and state == "tuned"]
@@ -235,27 +234,21 @@ class Evaluation:
         own, reference = self.quality(score, label), tuned[0] if tuned else self.quality(score, EXACT_LABEL)
         if own is None or reference is None:
             return None
-        floor, _ = self._floor(score)
+        floor = self.quality(score, WITHOUT_ATTENTION)
         divergences = replace(score, metric="divergence")
+        constant = self.value(score.measurement, "most_frequent_answer", label=EXACT_LABEL, task=score.task)
         moved, most = (self.quality(divergences, name) for name in (label, WITHOUT_ATTENTION))
         assessment = assess(
             own.mean,
             reference.mean,
             None if floor is None else floor.mean,
             higher_is_better=score.higher_is_better,
+            most_frequent_answer=constant,
             stderr=math.hypot(*(known.stderr or 0.0 for known in (reference, floor) if known is not None)),
             divergence=None if moved is None or converted else moved.mean,  # training moves the outputs, too
             floor_divergence=None if most is None else most.mean,
         )
         return Comparison(score, own, reference, bool(tuned), assessment)
-
-    def _floor(self, score: Score) -> tuple[Quality | None, str]:
-        """The score that attention must exceed, and whose it is."""
-        floor = self.quality(score, WITHOUT_ATTENTION)
-        constant = self.value(score.measurement, "most_frequent_answer", label=EXACT_LABEL, task=score.task)
-        if floor is None or constant is None or constant < floor.mean:
-            return floor, WITHOUT_ATTENTION
-        return replace(floor, mean=constant), "always giving the most frequent answer"
 
     def mean_share(self, label: str) -> float | None:
         """Return the mean over the labelled tasks of the share that is kept, where a better score counts as 1.
@@ -301,10 +294,10 @@ class Evaluation:
         """Return what limits the conclusions: data that cannot measure attention, noisy times, another precision."""
         lines = []
         for score in self.scores:
-            exact, (floor, name) = self.compare(EXACT_LABEL, score), self._floor(score)
-            if exact is not None and floor is not None and not exact.assessment.valid:
-                own, lowest = (fixed(quality.mean, score.digits) for quality in (exact.own, floor))
-                problem = f"the exact model ({own}) is not clearly better than {name} ({lowest})"
+            exact = self.compare(EXACT_LABEL, score)
+            if exact is not None and exact.assessment.floor is not None and not exact.assessment.valid:
+                own, lowest = (fixed(value, score.digits) for value in (exact.own.mean, exact.assessment.floor))
+                problem = f"the exact model ({own}) is not clearly better than {exact.assessment.floor_name} ({lowest})"
                 lines.append(f"{score.title}: these data cannot measure attention: {problem}. No conclusion is drawn.")
         if self._quality_of_short_inputs():
             lines.append(f"Quality was measured on inputs of at most {self.longest_quality_input():,} tokens.")

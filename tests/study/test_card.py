@@ -130,10 +130,10 @@ def test_the_student_beside_its_teacher(metric, higher, teacher, student, expect
     assert comparison(facts(metric, higher), state) == (expected and f"{expected} {control}")
 
 
-@pytest.mark.parametrize(("teacher", "valid"), [(0.55, False), (0.62, False), (0.64, True)])
+@pytest.mark.parametrize(("teacher", "valid"), [(0.55, False), (0.72, False), (0.76, True)])
 def test_a_teacher_at_the_level_of_the_most_frequent_answer(teacher, valid):
-    """67 rows have a standard error of 0.061: 0.5 + 2 * 0.061 = 0.622."""
-    state = {"teacher": {"accuracy": teacher}, "distilled": {"accuracy": 0.66}}
+    """Of 67 rows, three standard errors of a difference are 0.23 at 0.72 and 0.22 at 0.76."""
+    state = {"teacher": {"accuracy": teacher}, "distilled": {"accuracy": 0.80}}
     sentence = comparison({**facts(), "most_frequent_answer": 0.5}, state)
     assert ("has not learned the task" in sentence) is not valid
     assert ("better than the teacher's" in sentence) is valid

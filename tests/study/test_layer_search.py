@@ -14,7 +14,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.measure import quality as quality_metrics
-from hf_linear_attn.measure.quality import PERPLEXITY, measure_perplexity, perplexity_metric
+from hf_linear_attn.measure.quality import PERPLEXITY, Score, measure_perplexity, perplexity_metric
 from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget
 from hf_linear_attn.study.plan import LayerSearch
 from hf_linear_attn.study.plan_result import PlanResult, format_divergence
@@ -161,6 +161,15 @@ class StubMetric:
         return [{"metric": name, "value": value} for name, value in values.items()]
 
 
+class StubAccuracy(StubMetric):
+    """Known accuracies, where always giving the most frequent answer has 0.6."""
+
+    def __call__(self, model: Any, on_batch: Any = None) -> list[dict[str, Any]]:
+        accuracy = self.losses[self.layers]
+        values = {"score": accuracy, "divergence": 1 - accuracy, "longest_input": 30, "most_frequent_answer": 0.6}
+        return [{"metric": name, "value": value} for name, value in values.items()]
+
+
 LOSSES = {"exact": 1.0, "none": 3.0, "0": 1.1, "1": 1.02, "2": 1.3, "0,1": 1.15, "0,1,2": 1.6, "1,2": 1.4}
 
 
@@ -174,11 +183,12 @@ def models() -> tuple[Any, Any]:
 def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, budget: str, **more: Any) -> Any:
     """The result of a search, in memory unless a `folder` is given."""
     fingerprint, folder, heads = more.pop("fingerprint", ""), more.pop("folder", None), more.pop("heads", ())
-    conditions = Conditions("gpt2", fingerprint, measurement="perplexity")
+    score = more.pop("score", PERPLEXITY)
+    conditions = Conditions("gpt2", fingerprint, measurement=score.measurement)
     one: Any = SimpleNamespace(
-        exact=SimpleNamespace(model=exact, kind="decoder"),
+        exact=SimpleNamespace(model=exact, kind="decoder" if score is PERPLEXITY else "classifier"),
         inputs=SimpleNamespace(measurements=[(conditions, choice), (conditions, verification)], tokens=[0]),
-        scores=[PERPLEXITY],
+        scores=[score],
         settings=SimpleNamespace(seconds=more.pop("seconds", 2.0)),
         linear=Variant("elu", "elu", lambda: linear),
         timed=linear,
@@ -198,7 +208,8 @@ def search(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
         budget: str, losses: dict[str, float] = LOSSES, verification: dict[str, float] | None = None, **more: Any
     ) -> PlanResult:
         divergences = more.pop("divergences", None)
-        metrics = StubMetric(losses, divergences), StubMetric(verification or losses, divergences)
+        metric = StubAccuracy if "score" in more else StubMetric
+        metrics = metric(losses, divergences), metric(verification or losses, divergences)
         original = LayerSearch.values
 
         def values(self: Any, data: str, layers: str, load: Any) -> Any:
@@ -256,7 +267,10 @@ def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
     result = search("1000 nats", {**LOSSES, "none": 0.9})
     assert (result.informative, result.met) == (False, False)
     assert result.summary()[0] == "The budget '1000 nats' cannot be measured on these data, so there is no plan."
-    assert "clearly better there than the model without attention (perplexity 2.72 against 2.46" in result.summary()[1]
+    assert (
+        "clearly better there (perplexity 2.72, without attention 2.46 on the data of the choice; "
+        in result.summary()[1]
+    )
     fast = search("1000x at 16", {**LOSSES, "none": 0.9}, seconds=0.001)
     assert any("says nothing about attention" in sentence for sentence in fast.summary())
     # Nothing is planned, and no row is marked; a budget of speed can be measured.
@@ -269,6 +283,16 @@ def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
     # The floor must lie clearly on the other side, on the data of the verification too.
     assert not search("1000 nats", {**LOSSES, "none": 1.01}).met
     assert not search("1000 nats", verification={**LOSSES, "none": 0.9}).met
+
+
+@pytest.mark.parametrize(("exact", "informative"), [(0.605, False), (0.7, True)])
+def test_a_classifier_at_the_majority_baseline_meets_no_budget(search: Any, exact: float, informative: bool) -> None:
+    """Without attention it is worse, but always giving the most frequent answer is as good: 0.6."""
+    accuracies = {**dict.fromkeys(LOSSES, exact), "none": 0.4}
+    result = search("5 points", accuracies, score=Score("task", "score", "sst2 accuracy"))
+    assert (result.informative, result.met, result.exit_code) == (informative, informative, 0 if informative else 3)
+    expected = "sst2 accuracy 0.605, always giving the most frequent answer 0.600 on the data of the choice"
+    assert (expected in " ".join(result.summary())) is not informative
 
 
 def test_a_mechanism_that_computes_exact_attention_is_named_with_the_length_of_the_inputs(search: Any) -> None:
