@@ -135,14 +135,19 @@ def _type_settings(kind: Any) -> dict[str, Any]:
     """How jsonargparse reads an option. Numbers are left as YAML reads them, because our check has clearer errors."""
     if get_origin(kind) is tuple:
         settings = _type_settings(get_args(kind)[0])
-        lists = {"type": list[str] | str | None} if get_args(kind)[0] is str else {}  # [a, b] is a list, as in YAML
-        return {**settings, **lists, "nargs": "*"}
+        return {**settings, **({"type": _text_entry} if get_args(kind)[0] is str else {}), "nargs": "*"}
     if get_origin(kind) is Literal:
         return {"type": Any, "metavar": f"{{{','.join(get_args(kind))}}}"}
     kind = get_origin(kind) or kind
     types = {str: str | None, dict: dict[str, Any]}
     settings = {"type": types.get(kind, Any), "metavar": METAVARS[kind]}
     return {**settings, "nargs": "?", "const": True} if kind is bool else settings
+
+
+def _text_entry(value: Any) -> Any:
+    """Read an entry of a list of text, or, as in YAML, a whole list; what has been read already stays."""
+    is_list = isinstance(value, str) and (value.startswith("[") or value == "null")
+    return get_loader("yaml")(value) if is_list else value
 
 
 def _help(text: str, default: Any) -> str:

@@ -114,7 +114,7 @@ class Budget:
         Recall and cache are percentages of the exact model's.
 
         Raises:
-            ValueError: The text is no budget, a speedup of 1 or less, a share above 100 %, or of fewer than 16 tokens.
+            ValueError: The text is no budget, a speedup of 1 or less, a recall above 100 %, or fewer than 16 tokens.
         """
         text = text.strip()
         units = {unit.pattern: unit for unit in DAMAGE_UNITS.values()}
@@ -126,9 +126,9 @@ class Budget:
             limit = float(parts["limit"])
             length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
             is_recall = unit is not None and unit.name == "recall"
-            meant = {"speedup": "a speedup of more than 1x", "cache": "a share of the cache, at most 100%,"}.get(cost)
+            meant = {"speedup": "a speedup of more than 1x", "cache": "a share of the cache"}.get(cost)
             meant = "a share of the recall, at most 100%," if is_recall else meant
-            if meant and (length < 16 or (limit <= 1 if cost == "speedup" else not 0 < limit <= 100)):
+            if meant and (length < 16 or limit <= (cost == "speedup") or (is_recall and limit > 100)):
                 raise ValueError(f"The budget {text!r} is not {meant} at 16 tokens or more.")
             return cls(text, 100 - limit if is_recall else limit, unit, length, cost)
         examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())

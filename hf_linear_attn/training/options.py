@@ -78,9 +78,7 @@ class TeacherConfig(StageConfig):
 class TransferConfig:
     """Stage 1: attention transfer (see `transfer_attention`)."""
 
-    max_steps: int | None = option(
-        None, "optimizer steps; 0: no attention transfer (default: 200)", least=0, common=True
-    )
+    max_steps: int | None = option(None, "optimizer steps; 0: none (default: 200)", least=0, common=True)
     per_device_train_batch_size: int = option(32, "rows of one forward pass on one device", least=1)
     gradient_accumulation_steps: int = option(1, "forward passes of one optimizer step", least=1)
     learning_rate: float | None = option(
