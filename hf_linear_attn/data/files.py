@@ -34,6 +34,9 @@ Rows = Iterator[tuple[int, dict[str, Any]]]
 
 REMEDY = "Correct the line or remove it."
 
+#: Rows that are checked at once.
+CHECKED_ROWS = 1000
+
 #: Marks the end of a document in many text files for language models.
 END_OF_TEXT = "<|endoftext|>"
 
@@ -438,9 +441,14 @@ def check_text(splits: DatasetDict, columns: Sequence[str], source: str) -> None
     """Raise a ValueError that names source, row and column where what is trained or measured on is not text."""
     names = [name for name in splits if name == "train" or name.startswith("validation")]
     for name, column in itertools.product(names, columns):
-        tables = splits[name].select_columns([column]).with_format("arrow").iter(1000)
-        for row, value in enumerate(value for table in tables for value in table[column].to_pylist()):
-            if not isinstance(value, str):
-                where = f"{source}, row {row} of {name} (the first is 0)"
-                remedy = "Write text there, remove the row, or name another column with --data.text_columns."
-                raise ValueError(f"{where}: the column {column!r} has {shortened(value)}, which is no text. {remedy}")
+        is_text = getattr(splits[name].features[column], "dtype", "") in ("string", "large_string")
+        tables = splits[name].select_columns([column]).with_format("arrow").iter(CHECKED_ROWS)
+        for number, values in enumerate(table[column] for table in tables):
+            if is_text and not values.null_count:
+                continue
+            for row, value in enumerate(values.to_pylist(), start=number * CHECKED_ROWS):
+                if not isinstance(value, str):
+                    where = f"{source}, row {row} of {name} (the first is 0)"
+                    remedy = "Write text there, remove the row, or name another column with --data.text_columns."
+                    problem = f"the column {column!r} has {shortened(value)}, which is no text"
+                    raise ValueError(f"{where}: {problem}. {remedy}")

@@ -278,8 +278,8 @@ class LayerSearch:
         """Measure, choose and verify."""
         budget, unit, score = self.budget, self.unit, self.score
         references = self.references
-        exact_models = [self.assess(data, references[data]) for data in self.measurements]
-        informative = all(one.valid for one in exact_models)
+        assessments = [self.assess(data, references[data]) for data in self.measurements]
+        informative = all(one.valid for one in assessments)
         single_layers = [] if self.heads else self.single_layers()
         path = self.by_heads() if self.heads else self.by_layers(single_layers)
         part = "key-value heads" if self.heads else "layers"
@@ -310,7 +310,7 @@ class LayerSearch:
             met=within_budget and verified.is_within(budget, informative=informative) and not verified.unsure,
             within_budget=within_budget,
             informative=informative,
-            floors=[{"score": one.floor, "name": one.floor_name} for one in exact_models],
+            floors=[{"score": one.floor, "name": one.floor_name} for one in assessments],
             curve=[exact, *measured],
             single_layers=single_layers,
             chosen=chosen,

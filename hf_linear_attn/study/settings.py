@@ -198,7 +198,7 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any], data: Any =
     Raises:
         TypeError: There is no such option.
     """
-    changes: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in options.items()}
+    changes = _with_tuples(options)
     if data is not None:
         changes["data"] = data if isinstance(data, EvaluationData) else replace(config.data, dataset=str(data))
     for section in ("data", "speed"):
@@ -207,15 +207,17 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any], data: Any =
             known = {item.name for item in fields(getattr(config, section))}
             if unknown := sorted({*part} - known):
                 raise TypeError(f"{section} has no option {unknown[0]!r}. It has {', '.join(sorted(known))}.")
-            part = replace(
-                getattr(config, section),
-                **{name: tuple(one) if isinstance(one, list) else one for name, one in part.items()},
-            )
+            part = replace(getattr(config, section), **_with_tuples(part))
         names = [item.name for item in fields(part) if item.name in changes]
         changes[section] = replace(part, **{name: changes.pop(name) for name in names})
     for name in changes.keys() - {item.name for item in fields(config)}:
         raise TypeError(f"evaluate() has no option {name!r}. Options are the fields of EvaluateConfig, data and speed.")
     return replace(config, **changes)
+
+
+def _with_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options whose lists are tuples."""
+    return {name: tuple(one) if isinstance(one, list) else one for name, one in options.items()}
 
 
 def _check_not_empty(config: Any) -> None:

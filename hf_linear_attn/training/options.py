@@ -218,11 +218,11 @@ BUDGET_TRAINING: dict[str, tuple[TransferConfig, DistillConfig]] = {
 def _filled_in(section: Any, training: Any) -> Any:
     """Return a section of options with those of a training where it has its defaults."""
     default = type(section)()
-    given = {field.name: getattr(section, field.name) for field in fields(section)}
-    given = {name: value for name, value in given.items() if value != getattr(default, name)}
-    if "num_train_epochs" in given:
+    values = {field.name: getattr(section, field.name) for field in fields(section)}
+    changed = {name: value for name, value in values.items() if value != getattr(default, name)}
+    if "num_train_epochs" in changed:
         training = replace(training, max_steps=None)
-    return replace(training, **given)
+    return replace(training, **changed)
 
 
 @dataclass(frozen=True)
