@@ -51,7 +51,8 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """
     square = Z95**2 / count
     half = Z95 * math.sqrt(share * (1 - share) / count + square / (4 * count))
-    return max((share + square / 2 - half) / (1 + square), 0.0), min((share + square / 2 + half) / (1 + square), 1.0)
+    low, high = ((share + square / 2 + sign * half) / (1 + square) for sign in (-1, 1))
+    return max(min(low, share), 0.0), min(max(high, share), 1.0)  # rounding may leave out a share of 0 or 1
 
 
 @dataclass(frozen=True, repr=False)

@@ -178,7 +178,9 @@ def test_a_summary_has_the_interval_of_each_mean() -> None:
     assert (row["prompts"], row["score"]) == (4, 0.625)
     for bound in (row["low"], row["high"]):  # the roots of (p - share)² = z² p (1 - p) / n
         assert (bound - 0.625) ** 2 == pytest.approx(1.959964**2 * bound * (1 - bound) / 4)
-    assert wilson_interval(0.0, 12)[0] == 0.0
+    for count in range(1, 200):  # a share of 0 or 1 is in its interval, whatever rounding does
+        assert wilson_interval(0.0, count)[0] == 0.0
+        assert wilson_interval(1.0, count)[1] == 1.0
     assert "0.62 [0.22, 0.91]" in repr(Recall(table))
 
 
