@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -406,7 +406,7 @@ RIVALS_ROWS = ("exact", "int8", "int4", "expected-attention-25", "duo-attention"
 RIVALS_COLUMNS = ("context", "variant", "cache", "loss", "niah", "time", "preparation")
 
 
-def smollm2_table(rows: Sequence[str] = ()) -> str:
+def smollm2_table(rows: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
     """The committed conversions of SmolLM2: a row for each variant (or some), what it is at 2,048 and 8,192 tokens."""
     measured: dict[str, Any] = {}
     for folder, kind in SMOLLM2_FOLDERS.items():
@@ -416,16 +416,19 @@ def smollm2_table(rows: Sequence[str] = ()) -> str:
             measured |= {label: results[name]} if name in results else {}
     table = smollm2.summary_table({name: one for name, one in measured.items() if not rows or name in rows})
     shown = [name for name in table if name.endswith(("variant", "2,048", "8,192"))]
-    return to_markdown(table[shown], text_columns=None)
+    return to_markdown(table[_columns(shown, columns)], text_columns=None)
 
 
 def rivals_table(variants: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
     """Ways to a smaller cache of SmolLM2: a row for each length and variant, or some of them."""
     rows = read_json("rivals/results.json")["rows"]
     table = rivals.summary_table([row for row in rows if not variants or row["variant"] in variants])
-    return to_markdown(
-        table[[name for name in table if not columns or name.startswith(tuple(columns))]], text_columns=2
-    )
+    return to_markdown(table[_columns(table, columns)], text_columns=2)
+
+
+def _columns(names: Iterable[str], chosen: Sequence[str]) -> list[str]:
+    """Return the columns whose names begin with one of those chosen, or all."""
+    return [name for name in names if not chosen or name.startswith(tuple(chosen))]
 
 
 def sentence_encoder_tables() -> str:
@@ -566,7 +569,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals-short": partial(rivals_table, RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,
     "sentence-encoder": sentence_encoder_tables,
-    "smollm2": partial(smollm2_table, SMOLLM2_ROWS),
+    "smollm2": partial(smollm2_table, SMOLLM2_ROWS, ("variant", "perplexity", "recall")),
     "smollm2-controls": smollm2_table,
     "transfer-cost": transfer_cost_tables,
     "transfer-loss": transfer_loss_table,
