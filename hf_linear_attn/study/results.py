@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -292,19 +293,20 @@ class Evaluation:
 
     def warnings(self) -> list[str]:
         """Return what limits the conclusions: data that cannot measure attention, noisy times, another precision."""
-        lines = []
-        for score in self.scores:
-            exact = self.compare(EXACT_LABEL, score)
-            if exact is not None and exact.assessment.floor is not None and not exact.assessment.valid:
-                own, lowest = (fixed(value, score.digits) for value in (exact.own.mean, exact.assessment.floor))
-                problem = f"the exact model ({own}) is not clearly better than {exact.assessment.floor_name} ({lowest})"
+        lines: list[str] = []
+        for score, label in itertools.product(self.scores, self.mechanisms):
+            one = self.compare(label, score)
+            if one is not None and one.assessment.floor is not None and not one.assessment.valid:
+                own, lowest = (fixed(value, score.digits) for value in (one.reference.mean, one.assessment.floor))
+                reference = "the control" if one.control else "the exact model"
+                problem = f"{reference} ({own}) is not clearly better than {one.assessment.floor_name} ({lowest})"
                 lines.append(f"{score.title}: these data cannot measure attention: {problem}. No conclusion is drawn.")
         if self._quality_of_short_inputs():
             lines.append(f"Quality was measured on inputs of at most {self.longest_quality_input():,} tokens.")
         timed, own = self.info["settings"]["dtype"], self.info["model"]["dtype"]
         if timed != own:
             lines.append(f"Times are those of {timed}; quality was measured in {own}.")
-        return [*lines, *self.info["notes"]]
+        return [*dict.fromkeys(lines), *self.info["notes"]]
 
     def length_title(self, length: int) -> str:
         """Return a length as text, with a mark beyond the model's positions, which a note explains."""

@@ -65,6 +65,23 @@ def test_no_conclusion_where_the_exact_model_is_no_better_than_without_attention
     assert "perplexity change" not in result.summary()
 
 
+def test_a_converted_model_is_concluded_on_by_its_control() -> None:
+    """The exact model has a head that was never trained for the task, and the control was trained."""
+    scores = {"exact": 0.51, CONTROL: 0.90, CONVERTED: 0.88, "window": 0.52, "without attention": 0.50}
+    result = evaluation(ACCURACY, scores)
+    sentences = {one.label: one.sentence for one in result.conclusions()}
+    assert "no conclusion" not in sentences[CONVERTED]
+    assert "no conclusion" in sentences["window"]
+    (line,) = result.warnings()
+    assert "the exact model (0.510) is not clearly better" in line
+    for label in ("exact", "window"):
+        del scores[label]
+    assert evaluation(ACCURACY, {"exact": 0.51, **scores}).warnings() == []
+    scores[CONTROL] = 0.505
+    (line,) = evaluation(ACCURACY, {"exact": 0.51, **scores}).warnings()
+    assert "the control (0.505) is not clearly better" in line
+
+
 def test_the_exact_model_comes_first_and_then_the_floor() -> None:
     result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 30.0, "window": 10.1, "without attention": 20.0})
     elu, window = result.conclusions()
