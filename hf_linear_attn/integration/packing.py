@@ -164,8 +164,7 @@ def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if not compiling:
         _check_cache_and_length(module, context, inputs, tokens)
     boundaries = inputs.get(BOUNDARIES)
-    if boundaries is None and not (context.causal and compiling):
-        # (While compiling, a decoder is handed the full mask that Transformers then makes of its positions.)
+    if boundaries is None:
         boundaries = _boundaries_from_positions(module, context, inputs)
     if boundaries is None or tokens is None:
         return None
@@ -242,8 +241,13 @@ def _boundaries_from_positions(module: nn.Module, context: ModelContext, inputs:
     use_cache = inputs.get("use_cache")
     if use_cache is None:
         use_cache = getattr(getattr(module, "config", None), "use_cache", False)
+    cache = self_attention_cache(inputs.values())
+    if context.causal and torch.compiler.is_compiling() and (cache is not None or not use_cache):
+        # Without a cache Transformers makes a full mask of these positions, which stays in the graph; generate(), which
+        # hands a cache over, continues single sequences.
+        return None
     # This is Transformers' own rule where there can be no cache; with one it takes positions for positions.
-    any_jump = context.causal and self_attention_cache(inputs.values()) is None and not use_cache
+    any_jump = context.causal and cache is None and not use_cache
     return find_documents(positions.expand(tokens.shape[0], -1), any_jump=any_jump)
 
 

@@ -100,13 +100,15 @@ def test_packed_documents_break_the_graph_and_stay_apart(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_packed_documents_of_a_compiled_decoder(fullgraph):
-    """Positions alone come as Transformers' full mask, in the graph; boundaries run outside of it."""
+@pytest.mark.parametrize(
+    ("extra", "fullgraph"),
+    [({"use_cache": False}, True), ({}, False), ({"cu_seq_lens_q": torch.tensor([0, 5, 14])}, False)],
+    ids=["positions", "positions and a cache", "boundaries"],
+)
+def test_packed_documents_of_a_compiled_decoder(extra, fullgraph):
+    """Positions come as Transformers' full mask, in the graph, unless a cache is made; boundaries run outside of it."""
     model, documents = patched("hedgehog", GPT2), [token_ids(1, length, seed=length) for length in (5, 9)]
-    inputs = {"position_ids": torch.cat([torch.arange(5), torch.arange(9)])[None], "use_cache": False}
-    if not fullgraph:
-        inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 14], dtype=torch.int32)
+    inputs = {"position_ids": torch.cat([torch.arange(5), torch.arange(9)])[None], **extra}
     compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     unpacked = torch.cat([logits(model, ids) for ids in documents], dim=1)
     with torch.no_grad():
