@@ -120,3 +120,24 @@ def test_training_a_part_that_was_never_fitted_is_warned_of_once() -> None:
         hla.calibrate(fitted, [{"input_ids": ids}])
         fitted.train()(ids)
         hla.patch_model(tiny_model("llama"), "window", window_size=4, feature_map="hedgehog").train()(ids)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "rows"),
+    [
+        (32, {}, 64),
+        (64, {}, 64),
+        (96, {}, 96),
+        (32, {"feature_map_options": {"activation": "exp"}}, 64),
+        (32, {"feature_map_options": {"feature_dim": 16}}, 16),
+        # As saved by versions that had as many rows as hedgehog itself.
+        (32, {"feature_map": "hedgehog", "feature_map_options": {}}, 128),
+    ],
+    ids=str,
+)
+def test_small_heads_of_encoders_have_64_rows(head_dim, options, rows) -> None:
+    entry = ATTENTIONS.get("window")
+    made = entry.factory(AttentionShape(2, 2, head_dim, head_dim, causal=False), entry.options(**options))
+    assert made.feature_map.query_weight.shape == (2, head_dim, rows)
+    again = entry.factory(AttentionShape(2, 2, head_dim, head_dim, causal=False), made.options)
+    assert again.feature_map.num_features == 2 * rows
