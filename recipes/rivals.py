@@ -501,12 +501,12 @@ class Rivals:
 
     def report(self) -> None:
         """Write `report.md`, its picture and `results.json` from the measurements that the folder has so far."""
-        rows = self.results()
+        rows, name = self.results(), Path(self.name).name
         config = {name: Path(one).name if isinstance(one, str) else one for name, one in to_dict(self.config).items()}
-        facts = {"model": self.name, "config": config, "environment": environment(torch.device("cpu"))}
+        facts = {"model": name, "config": config, "environment": environment(torch.device("cpu"))}
         write_json(self.folder / "results.json", {**facts, "rows": rows})
         atomic_write(self.folder / "bytes.png", bytes_plot(rows))
-        parts = [f"# Ways to a smaller cache: {self.name}", summary_table(rows).to_markdown(index=False)]
+        parts = [f"# Ways to a smaller cache: {name}", summary_table(rows).to_markdown(index=False)]
         parts += [EXPLANATION, "![Loss and recall by bytes of the cache](bytes.png)"]
         atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
 
