@@ -401,7 +401,8 @@ SMOLLM2_FOLDERS = {
 }
 
 
-#: Variants and columns of the short table of rivals.
+#: Variants and columns of the tables of rivals on the pages: dropping keys down to a quarter is in the reports alone.
+RIVALS = tuple(name for name in (*rivals.VARIANTS, "converted") if not name.endswith("-25"))
 RIVALS_ROWS = ("exact", "int8", "int4", "expected-attention-25", "duo-attention", "mixture", "mixture-int8")
 RIVALS_COLUMNS = ("context", "variant", "cache", "loss", "niah", "time", "preparation")
 
@@ -419,9 +420,9 @@ def smollm2_table(rows: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
     return to_markdown(table[_columns(shown, columns)], text_columns=None)
 
 
-def rivals_table(variants: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
-    """Ways to a smaller cache of SmolLM2: a row for each length and variant, or some of them."""
-    rows = read_json("rivals/results.json")["rows"]
+def rivals_table(folder: str, variants: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
+    """Ways to a smaller cache of a decoder: a row for each length and variant, or some of them."""
+    rows = read_json(f"{folder}/results.json")["rows"]
     table = rivals.summary_table([row for row in rows if not variants or row["variant"] in variants])
     return to_markdown(table[_columns(table, columns)], text_columns=2)
 
@@ -565,8 +566,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "onnx": onnx_table,
     "plan-heads": plan_table,
     "protein-kernels": protein_kernels_table,
-    "rivals": rivals_table,
-    "rivals-short": partial(rivals_table, RIVALS_ROWS, RIVALS_COLUMNS),
+    "rivals": partial(rivals_table, "rivals", RIVALS),
+    "rivals-gemma": partial(rivals_table, "rivals-gemma", (*RIVALS_ROWS, "converted"), RIVALS_COLUMNS),
+    "rivals-short": partial(rivals_table, "rivals", RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,
     "sentence-encoder": sentence_encoder_tables,
     "smollm2": partial(smollm2_table, SMOLLM2_ROWS, ("variant", "perplexity", "recall")),
