@@ -441,6 +441,16 @@ def sentence_encoder_tables() -> str:
 # Long inputs
 
 
+def beyond_length_table() -> str:
+    """Loss by position beyond the length of training, the mean over the texts: a row for each rotation."""
+    rows = pd.json_normalize(read_json("beyond-length.json")["rows"]).set_index(["model", "rotation"])
+    blocks = rows.filter(like="loss.").groupby(level=[0, 1], sort=False).mean().rename(columns=lambda name: name[5:])
+    within = (blocks["0-1024"] + 3 * blocks["1024-4096"] + 4 * blocks["4096-8192"]) / 8  # by the tokens of each
+    later = {"8,192 to 12,288": blocks["8192-12288"], "12,288 to 16,384": blocks["12288-16384"]}
+    table = pd.DataFrame({"0 to 8,192": within, **later})
+    return to_markdown(table.map("{:.2f}".format).reset_index(), text_columns=2)
+
+
 def proteins_table(strata: Sequence[str] = ("> 1,024", "> 2,048")) -> str:
     """Quality beside costs, one row for each variant and length; exact attention first."""
     rows, costs = Results.read("proteins.json").rows, Results.read("proteins-costs.json").rows
@@ -550,6 +560,7 @@ def plan_table(folder: str = "recipes/results/plan-smollm2") -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "benchmark": speed_table,
     "benchmark-forward": attention_tables,
+    "beyond-length": beyond_length_table,
     "budgets": budgets_table,
     "compiled": compiled_table,
     "conversion": partial(glue_table, stages=("distilled",)),
