@@ -502,7 +502,8 @@ class Rivals:
     def report(self) -> None:
         """Write `report.md`, its picture and `results.json` from the measurements that the folder has so far."""
         rows, name = self.results(), Path(self.name).name
-        config = {name: Path(one).name if isinstance(one, str) else one for name, one in to_dict(self.config).items()}
+        config = {key: Path(one).name if isinstance(one, str) else one for key, one in to_dict(self.config).items()}
+        config["converted"] = [*self.converted]
         facts = {"model": name, "config": config, "environment": environment(torch.device("cpu"))}
         write_json(self.folder / "results.json", {**facts, "rows": rows})
         atomic_write(self.folder / "bytes.png", bytes_plot(rows))

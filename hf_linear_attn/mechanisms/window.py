@@ -43,7 +43,7 @@ CAUSAL_MAP, BIDIRECTIONAL_MAP = "vq", "hedgehog"
 #: Rows of hedgehog's W outside the window for heads below 64 in encoders, half of what `hedgehog` by itself has. After
 #: ten minutes of training all-MiniLM-L6-v2 (heads of 32) is as near to the exact model with them as with 128 (cosine
 #: 0.9950 and 0.9953, the same nearest neighbour of 92 % of 256 passages), and 12 to 16 % faster at 256 and 512 tokens.
-SMALL_HEAD_ROWS = 64
+BIDIRECTIONAL_ROWS = 64
 
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
 MIX_BOUND = 10.0
@@ -125,7 +125,7 @@ class WindowOptions(HybridOptions):
     feature_map: str = option(
         "auto",
         f"feature map outside the window ('auto': {CAUSAL_MAP} in decoders; in encoders {BIDIRECTIONAL_MAP}, with "
-        f"{SMALL_HEAD_ROWS} rows for heads below 64)",
+        f"{BIDIRECTIONAL_ROWS} rows for heads below 64)",
     )
     mix_init: float | Literal["auto"] = option(
         "auto",
@@ -198,12 +198,9 @@ class WindowAttention(HybridAttention):
 
     def __init__(self, shape: AttentionShape, options: WindowOptions) -> None:
         if options.feature_map == "auto":
-            fewer = {} if shape.causal or shape.head_dim >= 64 else {"feature_dim": SMALL_HEAD_ROWS}
-            options = replace(
-                options,
-                feature_map=CAUSAL_MAP if shape.causal else BIDIRECTIONAL_MAP,
-                feature_map_options={**fewer, **options.feature_map_options},
-            )
+            rows = {} if shape.causal or shape.head_dim >= 64 else {"feature_dim": BIDIRECTIONAL_ROWS}
+            name = CAUSAL_MAP if shape.causal else BIDIRECTIONAL_MAP
+            options = replace(options, feature_map=name, feature_map_options={**rows, **options.feature_map_options})
         fitted = FEATURE_MAPS.get(options.feature_map).factory.fits_keys
         if options.mix_init == "auto":
             options = replace(options, mix_init=UNFITTED_MIX if fitted else 0.0)

@@ -444,9 +444,9 @@ def sentence_encoder_tables() -> str:
 def beyond_length_table() -> str:
     """Loss by position beyond the length of training, the mean over the texts: a row for each rotation."""
     rows = pd.json_normalize(read_json("beyond-length.json")["rows"]).set_index(["model", "rotation"])
-    blocks = rows.filter(like="loss.").groupby(level=[0, 1], sort=False).mean().rename(columns=lambda name: name[5:])
-    within = (blocks["0-1024"] + 3 * blocks["1024-4096"] + 4 * blocks["4096-8192"]) / 8  # by the tokens of each
-    later = {"8,192 to 12,288": blocks["8192-12288"], "12,288 to 16,384": blocks["12288-16384"]}
+    loss = rows.filter(like="loss.").groupby(level=[0, 1], sort=False).mean()
+    within = (loss["loss.0-1024"] + 3 * loss["loss.1024-4096"] + 4 * loss["loss.4096-8192"]) / 8  # by their tokens
+    later = {"8,192 to 12,288": loss["loss.8192-12288"], "12,288 to 16,384": loss["loss.12288-16384"]}
     table = pd.DataFrame({"0 to 8,192": within, **later})
     return to_markdown(table.map("{:.2f}".format).reset_index(), text_columns=2)
 
