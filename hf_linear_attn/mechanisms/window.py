@@ -317,12 +317,13 @@ class WindowAttention(HybridAttention):
         query, mask = inputs.query, None if inputs.padding is None else inputs.of_queries(inputs.padding)
         if torch.is_grad_enabled() and self.mix_weight.requires_grad:
             query = mask_tokens(query, mask)  # Without a gradient we save this copy of the queries.
-        # This is no matrix product, because the rounding of one depends on the rest of the batch. It goes in blocks, so
-        # that its memory is bounded.
+        # This is no matrix product, because the rounding of one depends on the rest of the batch. On a CPU it goes in
+        # blocks, which stay in its cache.
         batch, heads, length, width = query.shape
         dtype = compute_dtype(query)
         weight = self.mix_weight.to(dtype).unsqueeze(-2)
-        blocks = token_blocks(block_length(batch, heads, width, length), None, query)
+        size = block_length(batch, heads, width, length) if query.device.type == "cpu" else max(length, 1)
+        blocks = token_blocks(size, None, query)
         parts = [(rows * weight).sum(-1) for _, _, _, (rows,) in blocks]
         part = parts[0] if len(parts) == 1 else torch.cat([weight.new_zeros(batch, heads, 0), *parts], dim=2)
         return (mask_tokens(part, mask) * inputs.scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)

@@ -24,7 +24,8 @@ from .calls import BackendCall, KernelizedCall, WindowedCall
 from .check import Kernels, checked_reason
 from .common import KVState, State, compute_dtype, group_heads, mask_tokens, weighted_mean, with_ones
 from .kernel_inputs import unsupported_inputs
-from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
+from .sinks import Sinks, attend_from_sinks, end_positions, end_tokens, first_tokens, take_tokens
+from .triton import interpreted
 from .triton.backend import TritonBackend, installed
 from .windowed import FLOOR, LARGEST_GAP, gather_tokens, make_ring, pad_tokens
 
@@ -45,7 +46,7 @@ TIE = 128
 
 
 class FlexBackend:
-    """Windows in fused kernels, forward and backward; a step of decoding is a few products and one kernel.
+    """Windows in fused kernels, forward and backward; a token after a state is one kernel.
 
     Kernels are compiled for every window, dtype and size of heads, and checked before their first use.
     """
@@ -75,18 +76,19 @@ class FlexBackend:
 
 class _Keys(NamedTuple):
     """Keys and values `[B, G, S, ·]`, and for each key `4·position + 2·(exact for all later rows) + (exact in windows)`
-    `[B, S]` int32, so that a mask reads one number. Tokens stand at column `position + shift`, sinks `[B | 1, s]`."""
+    `[B, S]` int32, so that a mask reads one number, and that mask."""
 
     key: Tensor
     value: Tensor
     code: Tensor
-    shift: int
-    sinks: Tensor
+    blocks: BlockMask | None = None
 
 
 def run(call: WindowedCall) -> tuple[Tensor, State | None]:
     """Compute a call with at least one token: the output `[B, H, L, e]`, and the state after it (causal)."""
     length, window, query = call.query.shape[2], call.window, call.query
+    if length == 1 and call.state is not None and (token := _step(call)) is not None:
+        return token
     sinks, first = first_tokens(call) if call.causal else (end_tokens(call), {})
     if not call.causal:
         total, _ = _whole(call, query.new_empty(1, 0, dtype=torch.long) if sinks is None else sinks.position)
@@ -105,17 +107,30 @@ def run(call: WindowedCall) -> tuple[Tensor, State | None]:
     return out, {**(far or {}), **ring, **first} if call.return_state else None
 
 
+def _step(call: WindowedCall) -> tuple[Tensor, State] | None:
+    """Compute one token after a state by one kernel, or return None where it does not support the call."""
+    assert call.fused is not None
+    supported = installed() and (call.query.is_cuda or interpreted())
+    if not supported or call.cache_dtype is not None or call.fused[0].scaled or call.needs_grad():
+        return None
+    from .triton import window_step
+
+    return window_step.step(call)
+
+
 def _whole(call: WindowedCall, sinks: Tensor) -> tuple[Tensor, State | None]:
     """Return `Σ_j w_ij [v_j, 1]` of a sequence whose windows count positions, and the state of the far keys."""
     window, mask, (batch, _, length, _) = call.window, call.mask, call.query.shape
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
-    position = torch.arange(length, device=query.device)
-    valid = torch.ones(batch, length, dtype=torch.bool, device=query.device) if mask is None else mask.expand(batch, -1)
-    is_sink = torch.zeros_like(valid).scatter(1, sinks.expand(batch, -1), True) & valid
-    total, top = _near(call, query, _Keys(key, value, (4 * position + 2 * is_sink + valid).int(), 0, sinks))
+    if mask is None and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        layout = _cached_layout(batch, length, window, call.sinks, call.causal, query.device)
+    else:
+        layout = _layout(batch, length, window, sinks, call.causal, query.device, mask)
+    is_far, code, blocks = layout
+    total, top = _near(call, query, _Keys(key, value, code, blocks))
     if length <= window:
         return total, None
-    is_far, late, old = valid & ~is_sink, slice(window, None), slice(0, length - window)
+    late, old = slice(window, None), slice(0, length - window)
     mix = call.log_mixing_weights().expand(-1, -1, length)
     rows = query[:, :, late], mix[:, :, late], top[:, :, late]
     far, after = _far(call, *rows, key[:, :, old], value[:, :, old], is_far[:, old])
@@ -127,23 +142,56 @@ def _whole(call: WindowedCall, sinks: Tensor) -> tuple[Tensor, State | None]:
     return total, after
 
 
+class _Layout(NamedTuple):
+    """Which keys are far from the rows outside of their windows `[B, S]`, the code of `_Keys`, and its mask."""
+
+    is_far: Tensor
+    code: Tensor
+    blocks: BlockMask | None
+
+
+def _layout(
+    batch: int, length: int, window: int, sinks: Tensor, causal: bool, device: torch.device, mask: Tensor | None
+) -> _Layout:
+    """Return the layout of a whole sequence with sinks `[B | 1, s]`."""
+    position = torch.arange(length, device=device)
+    valid = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask.expand(batch, -1)
+    is_sink = torch.zeros_like(valid).scatter(1, sinks.expand(batch, -1), True) & valid
+    code = (4 * position + 2 * is_sink + valid).int()
+    few = length <= FEW_QUERIES
+    return _Layout(valid & ~is_sink, code, None if few else _block_mask(code, length, window, causal, 0, sinks))
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_layout(batch: int, length: int, window: int, sinks: int, causal: bool, device: torch.device) -> _Layout:
+    """Return the layout of a sequence without padding: all layers of a model have the same."""
+    with torch.inference_mode(False):  # it may be saved for a backward pass later on
+        if causal:
+            positions = torch.arange(min(sinks, length), device=device)[None]
+        elif sinks:
+            positions = end_positions(None, sinks, batch, length, device)
+        else:
+            positions = torch.empty(1, 0, dtype=torch.long, device=device)
+        return _layout(batch, length, window, positions, causal, device, None)
+
+
 def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[Tensor, State | None]:
     """Return the same for what `gather_tokens` returns: `window` older tokens come first, and sinks by themselves."""
     length, window = call.query.shape[2], call.window
     key, value = mask_tokens(call.key, valid), mask_tokens(call.value, valid)
+    near_key, near_value = key, value
     position = torch.arange(-window, length, device=valid.device)
     is_far, code = valid, 4 * position + valid
-    keys = _Keys(key, value, code.int(), window, position.new_empty(1, 0))
+    code, shift, columns = code.int(), window, position.new_empty(1, 0)
     if sinks is not None:
         is_far = valid & (position > sinks.position[:, -1:])
-        code = torch.cat([4 * sinks.position + 2, code], dim=1).int()
-        all_keys, values = (
-            torch.cat([sinks.key.to(key.dtype), key], 2),
-            torch.cat([sinks.value.to(value.dtype), value], 2),
-        )
+        code, shift = torch.cat([4 * sinks.position + 2, code], dim=1).int(), window + call.sinks
+        near_key = torch.cat([sinks.key.to(key.dtype), key], 2)
+        near_value = torch.cat([sinks.value.to(value.dtype), value], 2)
         columns = torch.arange(call.sinks, device=code.device)[None]
-        keys = _Keys(all_keys, values, code, window + call.sinks, columns)
-    total, top = _near(call, call.query, keys)
+    few = length <= FEW_QUERIES
+    blocks = None if few else _block_mask(code, length, window, True, shift, columns)
+    total, top = _near(call, call.query, _Keys(near_key, near_value, code, blocks))
     old = key[:, :, :length], value[:, :, :length], is_far[:, :length]
     far, after = _far(call, call.query, call.log_mixing_weights(), top, *old)
     return total + far, after
@@ -180,8 +228,9 @@ def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tenso
     assert call.fused is not None
     scaled = call.fused[0].scaled
     length, count, device = query.shape[2], keys.key.shape[2], query.device
-    visible, inputs = _visible(keys.code, call.window, call.causal), (query, keys.key, keys.value)
-    if length <= FEW_QUERIES:
+    inputs, mask = (query, keys.key, keys.value), keys.blocks
+    if mask is None:
+        visible = _visible(keys.code, call.window, call.causal)
         batch, rows, columns = (torch.arange(size, device=device) for size in (query.shape[0], length, count))
         allowed = visible(batch[:, None, None], rows, rows[:, None], columns)[:, None, None]
         grouped = group_heads(query.to(compute_dtype(query)) * call.scaling, keys.key.shape[1])
@@ -192,7 +241,6 @@ def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tenso
         total = weights @ with_ones(keys.value.to(grouped.dtype)).unsqueeze(2)
         return total.flatten(1, 2), top.detach().squeeze(-1).flatten(1, 2)
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    mask = _block_mask(call, length, keys, visible)
     configuration = call.window, call.causal, query.dtype, *(x.shape[1::2] for x in inputs), learning, count <= BLOCK
     out, aux = _compiled(call.scaling, configuration)(*inputs, mask, None)
     blind = aux.lse < FLOOR  # rows without a key: the gradient of -inf would be NaN
@@ -218,19 +266,22 @@ def _visible(code: Tensor, window: int, causal: bool) -> Callable[..., Tensor]:
     return visible
 
 
-def _block_mask(call: WindowedCall, length: int, keys: _Keys, visible: Callable[..., Tensor]) -> BlockMask:
-    """Return the blocks that hold windows or sinks: computed for blocks, never for pairs of tokens."""
+def _block_mask(code: Tensor, length: int, window: int, causal: bool, shift: int, sinks: Tensor) -> BlockMask:
+    """Return the blocks that hold windows or sinks: computed for blocks, never for pairs of tokens.
+
+    Tokens stand at column `position + shift`, sinks at the columns `[B | 1, s]`.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    count, device, ahead = keys.key.shape[2], keys.key.device, 0 if call.causal else call.window - 1
-    row = torch.arange(0, length, BLOCK, device=device)[:, None] + keys.shift
+    count, device, ahead = code.shape[1], code.device, 0 if causal else window - 1
+    row = torch.arange(0, length, BLOCK, device=device)[:, None] + shift
     column = torch.arange(0, count, BLOCK, device=device)
-    some = (column <= row + BLOCK - 1 + ahead) & (column + BLOCK - 1 >= row - call.window + 1)
-    sinks = (keys.sinks // BLOCK).unsqueeze(1).expand(-1, len(row), -1)
+    some = (column <= row + BLOCK - 1 + ahead) & (column + BLOCK - 1 >= row - window + 1)
+    sinks = (sinks // BLOCK).unsqueeze(1).expand(-1, len(row), -1)
     some = some.expand(sinks.shape[0], -1, -1).scatter(2, sinks, True).unsqueeze(1)
     order = some.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
     sizes: dict[str, Any] = {"BLOCK_SIZE": BLOCK, "seq_lengths": (length, count)}
-    return BlockMask.from_kv_blocks(some.sum(dim=-1).int(), order, mask_mod=visible, **sizes)
+    return BlockMask.from_kv_blocks(some.sum(dim=-1).int(), order, mask_mod=_visible(code, window, causal), **sizes)
 
 
 @functools.cache

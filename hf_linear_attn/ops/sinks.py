@@ -65,9 +65,12 @@ def first_tokens(call: WindowedCall) -> tuple[Sinks | None, State]:
         return None, {"count": count}
     order = torch.arange(call.sinks, device=key.device)
     number = order + 1 - before.unsqueeze(1)  # among the new tokens; the state has the earlier ones
-    index = first_with_number(numbers, number.clamp_min(1))
-    is_new = (number >= 1) & (number <= numbers[:, -1:])
-    key, value = (mask_tokens(take_tokens(tensor, index), is_new) for tensor in (key, value))
+    if state is None and call.mask is None and not torch.compiler.is_compiling() and length >= call.sinks:
+        key, value = (x[:, :, : call.sinks].clone(memory_format=torch.contiguous_format) for x in (key, value))
+    else:
+        index = first_with_number(numbers, number.clamp_min(1))
+        is_new = (number >= 1) & (number <= numbers[:, -1:])
+        key, value = (mask_tokens(take_tokens(tensor, index), is_new) for tensor in (key, value))
 
     def with_old(tokens: State) -> State:
         if state is None:

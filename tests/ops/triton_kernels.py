@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
-from hf_linear_attn.ops import backends, check, kernelized
-from hf_linear_attn.ops.triton import attention
+from hf_linear_attn.ops import backends, check, kernelized, windowed
+from hf_linear_attn.ops.calls import Mix, WindowedCall
+from hf_linear_attn.ops.triton import attention, window_step
 from hf_linear_attn.ops.triton.backend import TritonBackend, interpreted
 from hf_linear_attn.registry import FEATURE_MAPS
 from tests.ops.test_native import BOTH, MAPS, SCALED, assert_near, build, definition, inputs, make_call, masks
@@ -294,7 +295,7 @@ def test_what_it_refuses():
     assert "fused form" in refuses(call.replace(fused=None))
     assert "fused form" in refuses(call.replace(signed=True))
     assert "features" in refuses(make_call(build("elu", 1, 1, 600, 6), *inputs((1, 1, 1, 2), 600), False))
-    wide = make_call(build("hedgehog", 1, 1, 100, 6), *inputs((1, 1, 1, 2), 100), False)
+    wide = make_call(build("hedgehog", 1, 1, 200, 6), *inputs((1, 1, 1, 2), 200), False)
     assert "in pairs" in refuses(wide)
     assert "numbers" in refuses(make_call(build("elu", 1, 1, 9, 300), *inputs((1, 1, 1, 2), 9, 300), False))
     learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
@@ -306,3 +307,47 @@ def test_by_name_through_the_interface():
     call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), True)
     with backends.use_backend("triton"), torch.no_grad():
         assert_near(backends.attend(call)[0], definition(call))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("window", "sinks", "groups"), [(5, 2, 1), (70, 0, 4), (16, 4, 2), (1, 1, 2)])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "hedgehog-odd"])
+def test_tokens_of_windows_after_a_state(name, window, sinks, groups, masked):
+    """By one kernel, from the second of the sequence on: the outputs and states of torch, token by token."""
+    built = build(name, 4, groups, 9, 6)
+    tensors = inputs((2, 4, groups, 30 + window), 9, 6)
+    mask = torch.rand(2, 30 + window, generator=torch.Generator().manual_seed(1)) > 0.2 if masked else None
+    generator = torch.Generator().manual_seed(0)
+    base, weight = (torch.randn(size, generator=generator) for size in ((1, 4, 1), (4, 9)))
+    states, seen = [None, None], 0
+    with torch.no_grad():
+        for start in (0, *range(1, 4), 4, *range(9 + window, 30 + window)):
+            stop = 9 + window if start == 4 else start + 1
+            piece = None if mask is None else mask[:, start:stop]
+            tokens = (x[:, :, start:stop] for x in tensors)
+            call = make_call(built, *tokens, True, piece, start=start, keep=True)
+            before = 0 if not start else states[0]["count"][:, None, None]
+            outside = torch.log1p((before + 1 - window - sinks) / 7) if stop == start + 1 and start else torch.zeros(1)
+            mix = (
+                base
+                + ((weight[:, None] * call.query).sum(-1) * 0.3**0.5).clamp(-2, 2)
+                - outside.nan_to_num().clamp_min(0)
+            )
+            call = WindowedCall(**vars(call), window=window, sinks=sinks, scaling=0.3, log_mix=mix)
+            expected, states[0] = windowed.windowed(call.replace(state=states[0]))
+            if stop > start + 1 or not start:
+                states[1] = states[0]
+                continue
+            formula = Mix(lambda mix=mix: mix, base, weight, 2.0, 7)
+            actual, states[1] = window_step.step(call.replace(state=states[1], log_mix=formula))
+            seen += 1
+            assert states[0].keys() == states[1].keys()
+            real = slice(None) if mask is None else mask[:, start]
+            assert_near(actual[real], expected[real], 2e-5)
+            for entry, value in states[0].items():
+                ours = states[1][entry]
+                assert value.dtype == ours.dtype
+                if entry in ("ring_key", "ring_value"):  # what stands at padding means nothing
+                    ours, value = (x * states[0]["ring_mask"][:, None, :, None] for x in (ours, value))
+                assert_near(ours.float(), value.float(), 1e-5)
+    assert seen > 20

@@ -3,13 +3,23 @@
 This module holds the sizes that the kernels support, known without Triton.
 """
 
+import os
+
 from ..calls import KernelizedCall
 from ..formulas import PARTS
 
 #: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel, and
 #: the largest number of features in pairs, both of which a projection makes at once.
-MAX_FEATURES, MAX_PROJECTED_PAIRS = 512, 128
+MAX_FEATURES, MAX_PROJECTED_PAIRS = 512, 256
 MAX_HEAD_DIM = 256
+
+#: Environment variable that, set to 1 before Triton is imported, runs the kernels on the CPU, slowly: for tests.
+INTERPRETER_VARIABLE = "TRITON_INTERPRET"
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets the kernels on the CPU."""
+    return os.environ.get(INTERPRETER_VARIABLE, "0") == "1"
 
 
 def power_of_two(number: int) -> int:

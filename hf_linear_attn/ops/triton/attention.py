@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from ..calls import KernelizedCall
 from ..common import DENOMINATOR_EPS, State, parameter_gradient, readable, token_major
 from ..formulas import PARTS, FusedMap
-from . import kernels, padded_features, power_of_two
+from . import interpreted, kernels, power_of_two
 from .kernels import MapArguments, Rows
 
 #: Numbers of the state that one program holds at a time: 16 KB in float32.
@@ -25,6 +26,9 @@ SCAN_BLOCK = 1024
 #: A span of the sequence has at least this many tokens: its states are then small beside it.
 MIN_SPAN = 256
 
+#: Tokens that one product of the gradient of a projection sums over.
+SUMMED_TOKENS = 1024
+
 #: Number of loads in flight while a block is computed. More would not fit into the memory of smaller GPUs.
 STAGES = 2
 
@@ -32,9 +36,10 @@ STAGES = 2
 PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROCESSORS = 8
 
-#: Half-precision inputs go through the tensor cores with 10 bits of mantissa, which represent them exactly; float32
-#: ones in three such products, which come near float32, or without tensor cores on other GPUs. Sums are float32.
-HALF_PRECISION, FULL_PRECISION, IEEE_PRECISION = "tf32", "tf32x3", "ieee"
+#: Products of features and values: bfloat16 ones as they are, float16 ones with 10 bits of mantissa, which represent
+#: them exactly, and float32 ones in three such products, which come near float32, or without tensor cores on other
+#: GPUs. Sums are float32.
+BFLOAT16_PRECISION, HALF_PRECISION, FULL_PRECISION, IEEE_PRECISION = "bf16", "tf32", "tf32x3", "ieee"
 
 
 class Blocks(NamedTuple):
@@ -48,6 +53,9 @@ class Blocks(NamedTuple):
     warps: int
 
 
+Maps = tuple[MapArguments, MapArguments]
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors."""
@@ -56,27 +64,34 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Return the precision of products for inputs of a dtype."""
+def precision(dtype: torch.dtype, *, projection: bool = False) -> str:
+    """Return the precision of products for inputs of a dtype; `projection`: those with the weights of a map."""
     if torch.version.hip is not None:
         return IEEE_PRECISION
+    if dtype == torch.bfloat16 and not projection and not interpreted():  # NumPy has no bfloat16
+        return BFLOAT16_PRECISION
     return FULL_PRECISION if dtype == torch.float32 else HALF_PRECISION
 
 
-def blocks(x: Tensor, call: KernelizedCall, *, chunked: bool = False) -> Blocks:
+def blocks(x: Tensor, maps: Maps, value_size: int, *, chunked: bool = False) -> Blocks:
     """Split the tokens of `[B, heads, L, d]` so that every processor has work; `chunked`: one block a span."""
-    pairs, length, value_size = x.shape[0] * x.shape[1], x.shape[2], call.value.shape[3]
-    features = padded_features(call)
-    columns = max(min(power_of_two(value_size), 64, STATE_BLOCK // features), 16)
+    pairs, length = x.shape[0] * x.shape[1], x.shape[2]
+    features = max(int(one.parts.value * one.half.value) for one in maps)
+    most, columns = 32 if features <= 128 else 16, min(64, STATE_BLOCK // features)
+    warps = 8 if features * columns >= 1 << 12 else 4
+    if x.dtype != torch.float32 and length > 1:  # a step computes features, too
+        if features <= 128:  # the causal backward pass has twice as many accumulators
+            most, columns, warps = 64, 32 if chunked and features > 64 else 64, 4
+        elif features <= 256:
+            most, columns, warps = 32, 64, 8
+    columns = max(min(power_of_two(value_size), columns), 16)
     tiles = triton.cdiv(value_size, columns)
-    most = 64 if features <= 64 and x.dtype != torch.float32 else 32 if features <= 128 else 16
     tokens = min(most, power_of_two(length))
     span = tokens
     if not chunked:
         target = max(processors(x.device) * PROGRAMS_PER_PROCESSOR // (pairs * tiles), 1)
         spans = min(triton.cdiv(length, MIN_SPAN), target)
         span = triton.cdiv(triton.cdiv(length, spans), tokens) * tokens
-    warps = 8 if features * columns >= 1 << 12 else 4
     return Blocks(tokens, span, triton.cdiv(length, span), columns, tiles, warps)
 
 
@@ -96,6 +111,7 @@ def map_arguments(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> MapArgu
         bias_scale=fused.bias_scale,
         cosine=cosine,
         sine=sine,
+        log_scale=None,
         angle_batch=0 if cosine is None or cosine.shape[0] == 1 else cosine.shape[1],
         in_scale=fused.in_scale,
         alpha=fused.alpha,
@@ -106,7 +122,7 @@ def map_arguments(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> MapArgu
         width=tl.constexpr(width),
         half=tl.constexpr(power_of_two(width)),
         size_block=tl.constexpr(power_of_two(head_dim)),
-        precision=tl.constexpr(precision(dtype)),
+        precision=tl.constexpr(precision(dtype, projection=weight is not None)),
     )
 
 
@@ -192,7 +208,40 @@ def scan(
     return before
 
 
-def bidirectional(call: KernelizedCall, *, save: bool) -> Forward:
+def is_mapped(fused: FusedMap) -> bool:
+    """Return whether features are computed once, before: those of a projection cost more than their memory."""
+    return fused.weight is not None or fused.scaled
+
+
+def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
+    """Return the call with features in place of queries and of keys, where `is_mapped`, and the maps of what it has."""
+    assert call.fused is not None
+    tensors: list[Tensor] = []
+    maps: list[MapArguments] = []
+    for x, fused in zip((call.query, call.key), call.fused, strict=True):
+        batch, heads, length, size = x.shape
+        arguments = map_arguments(fused, size, x.dtype)
+        if is_mapped(fused):
+            width, tokens = fused.num_features(size), map_block(arguments)
+            out = torch.empty(batch, heads, length, width, dtype=x.dtype, device=x.device)
+            scale = torch.empty(batch, heads, length, device=x.device) if fused.scaled else None
+            grid = (batch * heads, triton.cdiv(length, tokens))
+            launch(kernels.map_tokens, grid, rows(x), out, scale, arguments, heads, length, tokens, warps=4)
+            x = out
+            plain = map_arguments(FusedMap("relu"), width, x.dtype)
+            arguments = plain._replace(log_scale=scale, activation=tl.constexpr("mapped"))
+        tensors.append(x)
+        maps.append(arguments)
+    return call.replace(query=tensors[0], key=tensors[1]), (maps[0], maps[1])
+
+
+def map_block(arguments: MapArguments) -> int:
+    """Return how many tokens a program of `map_tokens` has."""
+    features = int(arguments.parts.value * arguments.half.value)
+    return 64 if features <= 128 else 32 if features <= 256 else 16
+
+
+def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
     """Two passes: the sums over the keys, then the queries. With `save`, normalisers and states are returned."""
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
@@ -201,12 +250,12 @@ def bidirectional(call: KernelizedCall, *, save: bool) -> Forward:
     if not out.numel() or not keys:
         return Forward(out.zero_())
     assert call.fused is not None
-    maps, split, scaled = _map_arguments(call), blocks(key, call), call.fused[1].scaled
+    split, scaled = blocks(key, maps, value_size), call.fused[1].scaled
     states, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
     if split.spans > 1:
         scan(states, value_size, tops=tops, total=True)
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
-    reads = blocks(query, call)
+    reads = blocks(query, maps, value_size)
     launch(
         kernels.attend_bidirectional, (batch * heads, reads.spans, reads.tiles), rows(query), rows(out), states,
         normaliser, maps[0], heads, groups, length, reads.span, split.spans, DENOMINATOR_EPS, reads.columns,
@@ -215,7 +264,7 @@ def bidirectional(call: KernelizedCall, *, save: bool) -> Forward:
     return Forward(out, None, normaliser, states if save else None)
 
 
-def causal(call: KernelizedCall, *, save: bool) -> Forward:
+def causal(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
     """One pass over chunks; if the sequence is split into spans, the sums before each span are computed first."""
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
@@ -224,7 +273,7 @@ def causal(call: KernelizedCall, *, save: bool) -> Forward:
     if not out.numel():
         return Forward(out, call.state)
     assert call.fused is not None
-    maps, split, scaled = _map_arguments(call), blocks(query, call), call.fused[1].scaled
+    split, scaled = blocks(query, maps, value_size), call.fused[1].scaled
     before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
     states = tops = None
     if split.spans > 1:
@@ -237,25 +286,34 @@ def causal(call: KernelizedCall, *, save: bool) -> Forward:
     if scaled:
         after["log_scale"] = torch.empty(batch, groups, device=out.device)
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
-    row_scale = torch.empty_like(normaliser) if normaliser is not None and call.fused[0].scaled else None
     stages = 1 if query.dtype == torch.float32 else STAGES  # Two blocks of float32 loads do not fit either.
     launch(
         kernels.attend_causal, (batch * heads, split.spans, split.tiles), rows(query), rows(key), rows(value),
         rows(out), *mask_bytes(call.mask), states, tops, before.get("kv"), before.get("k_sum"), before.get("log_scale"),
-        after["kv"], after["k_sum"], after.get("log_scale"), normaliser, row_scale, *maps, heads, groups, length,
+        after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *maps, heads, groups, length,
         split.span, split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps,
         stages=stages,
     )  # fmt: skip
-    return Forward(out, after, normaliser, None, row_scale)
+    return Forward(out, after, normaliser, None, maps[0].log_scale)
 
 
 def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
     """Compute a call, with gradients where they are needed."""
     call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
     if not call.needs_grad():
-        with on_device(call.query.device):
-            return (causal if call.causal else bidirectional)(call, save=False)[:2]
+        return _forward(call, save=False)[:2]
     return _differentiable(call).out, None
+
+
+def _forward(call: KernelizedCall, *, save: bool) -> Forward:
+    assert call.fused is not None
+    with on_device(call.query.device):
+        if call.query.shape[2] == 1 and not save:  # a step of decoding is one kernel
+            first, second = (map_arguments(fused, call.query.shape[3], call.query.dtype) for fused in call.fused)
+            maps = first, second
+        else:
+            call, maps = mapped(call)
+        return (causal if call.causal else bidirectional)(call, maps, save=save)
 
 
 def totals(call: KernelizedCall) -> tuple[Tensor, Tensor | None, State | None]:
@@ -265,11 +323,7 @@ def totals(call: KernelizedCall) -> tuple[Tensor, Tensor | None, State | None]:
     The first e columns are the means in the dtype of the value, times the normaliser.
     """
     call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
-    if call.needs_grad():
-        result = _differentiable(call)
-    else:
-        with on_device(call.query.device):
-            result = causal(call, save=True)
+    result = _differentiable(call) if call.needs_grad() else _forward(call, save=True)
     weight = cast(Tensor, result.normaliser).unsqueeze(-1)
     return torch.cat([result.out * weight, weight], dim=-1), result.row_scale, result.state
 
@@ -283,25 +337,18 @@ def _differentiable(call: KernelizedCall) -> Forward:
     return Forward(out, normaliser=normaliser, row_scale=row_scale)
 
 
-def _map_arguments(call: KernelizedCall) -> tuple[MapArguments, MapArguments]:
-    assert call.fused is not None
-    first, second = (map_arguments(fused, call.query.shape[3], call.query.dtype) for fused in call.fused)
-    return first, second
-
-
 class _Attention(torch.autograd.Function):
     """It saves inputs, output and normalisers, `B·H·L` floats, and the sums over the keys (bidirectional).
 
-    Extra memory of the backward pass: `B·H·L` times two floats, the gradients before a projection (`B·H·L·f` floats
-    and the inputs in float32, maps with weights only), and for the causal form the sums before and after every chunk,
-    `m·(e + 1)` floats for every 64 tokens of a head.
+    Extra memory of the backward pass: `B·H·L` times two floats, for maps with weights the features, their gradients
+    and those before the activation (`B·H·L·(m + f)` floats) and the inputs in float32, and for the causal form the sums
+    before and after every chunk, `m·(e + 1)` floats for every 64 tokens of a head.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
         call = rest[4].replace(query=query, key=key, value=value)
-        with on_device(query.device):
-            out, _, normaliser, sums, row_scale = (causal if call.causal else bidirectional)(call, save=True)
+        out, _, normaliser, sums, row_scale = _forward(call, save=True)
         ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, sums, call.mask)
         if row_scale is not None:
             ctx.mark_non_differentiable(row_scale)
@@ -336,7 +383,12 @@ def _through_projection(
     to_x = ((before @ fused.weight.detach().float().transpose(-1, -2)) * fused.in_scale).to(x.dtype)
     to_weight = to_bias = None
     if needed[0]:
-        to_weight = parameter_gradient((x.float().transpose(-1, -2) @ before) * fused.in_scale, fused.weight)
+        # Long sums of few numbers: in pieces, so that every processor has one.
+        size = min(x.shape[2], SUMMED_TOKENS)
+        rows = (functional.pad(part, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size)) for part in (x, before))
+        tokens, gradient = rows
+        parts = (tokens.float().transpose(-1, -2) @ gradient).sum(dim=2)
+        to_weight = parameter_gradient(parts * fused.in_scale, fused.weight)
     if needed[1] and fused.bias is not None:
         to_bias = parameter_gradient(before.sum(dim=2) * fused.bias_scale, fused.bias)
     return to_x, to_weight, to_bias
@@ -356,8 +408,9 @@ def _backward(
     (bidirectional).
     """
     assert call.fused is not None
-    query, key, value = call.query, call.key, call.value
-    maps, masks = _map_arguments(call), mask_bytes(call.mask)
+    features, maps = mapped(call)
+    query, key, value = features.query, features.key, features.value
+    masks = mask_bytes(call.mask)
     batch, heads, length, _ = query.shape
     groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
     factors = torch.empty_like(normaliser), torch.empty_like(normaliser)
@@ -369,15 +422,15 @@ def _backward(
         factors[1].add_(to_normaliser)
     before = []
     for x, fused in zip((query, key), call.fused, strict=True):
-        dtype, width = x.dtype if fused.weight is None else torch.float32, fused.width(x.shape[3])
-        before.append(token_major(batch, x.shape[1], x.shape[2], width, dtype, x.device))
+        dtype = torch.float32 if is_mapped(fused) else x.dtype
+        before.append(token_major(batch, x.shape[1], x.shape[2], x.shape[3], dtype, x.device))
     to_value = token_major(batch, groups, keys, value_size, value.dtype, value.device)
     to_query, outputs = rows(before[0]), (rows(before[1]), rows(to_value))
-    split = blocks(query, call, chunked=call.causal)
+    split = blocks(query, maps, value_size, chunked=call.causal)
     if states is not None:
         query_states, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
         scan(query_states, value_size, repeats=heads // groups, total=True)
-        key_split = blocks(key, call)
+        key_split = blocks(key, maps, value_size)
         launch(
             kernels.backward_bidirectional, (batch * heads, split.spans), rows(query), rows(gradient), None, 0,
             *factors, states, to_query, None, maps[0], heads, groups, length, split.span, states.shape[1],
@@ -388,7 +441,7 @@ def _backward(
             None, query_states, *outputs, maps[1], groups, groups, keys, key_split.span,
             split.spans * (heads // groups), key_split.columns, key_split.tokens, warps=8,
         )  # fmt: skip
-        return before, to_value
+        return _before_maps(call, before), to_value
     inputs = rows(query), rows(key), rows(value), rows(gradient), *masks, *factors
     shape = *maps, heads, groups, length, split.spans, split.columns, split.tokens
     kv_state, _ = sum_tokens(key, value, call.mask, maps[1], split)
@@ -398,4 +451,23 @@ def _backward(
     kv_state, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
     scan(kv_state, value_size, repeats=heads // groups, reverse=True)
     launch(kernels.backward_causal_keys, (batch * groups, split.spans), *inputs, kv_state, *outputs, *shape, warps=8)
-    return before, to_value
+    return _before_maps(call, before), to_value
+
+
+def _before_maps(call: KernelizedCall, gradients: list[Tensor]) -> list[Tensor]:
+    """Turn the gradients of features that were computed before into those of the numbers before the activation."""
+    assert call.fused is not None
+    before = []
+    for x, fused, gradient in zip((call.query, call.key), call.fused, gradients, strict=True):
+        batch, heads, length, size = x.shape
+        if is_mapped(fused):
+            arguments, width = map_arguments(fused, size, x.dtype), fused.width(size)
+            tokens = map_block(arguments) // 2
+            grid = (batch * heads, triton.cdiv(length, tokens))
+            launch(kernels.map_gradients, grid, rows(x), rows(gradient), arguments, heads, length, tokens, warps=4)
+            if PARTS[fused.activation] == 2:
+                gradient = gradient[..., :width] + gradient[..., width:]
+            if fused.weight is None:
+                gradient = gradient.to(x.dtype)
+        before.append(gradient)
+    return before

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import os
 
 from torch import Tensor
 
@@ -11,15 +10,7 @@ from ..check import FAILURES, Kernels, checked_reason
 from ..common import State
 from ..formulas import PARTS
 from ..kernel_inputs import unsupported_inputs
-from . import MAX_FEATURES, MAX_HEAD_DIM, MAX_PROJECTED_PAIRS, padded_features
-
-#: Environment variable that, set to 1 before Triton is imported, runs the kernels on the CPU, slowly: for tests.
-INTERPRETER_VARIABLE = "TRITON_INTERPRET"
-
-
-def interpreted() -> bool:
-    """Return whether Triton interprets the kernels on the CPU."""
-    return os.environ.get(INTERPRETER_VARIABLE, "0") == "1"
+from . import MAX_FEATURES, MAX_HEAD_DIM, MAX_PROJECTED_PAIRS, interpreted, padded_features
 
 
 @functools.cache
@@ -31,9 +22,10 @@ def installed() -> bool:
 class TritonBackend:
     """GPU kernels: one pass over the keys and one over the queries, features never leaving the chip.
 
-    Inputs are float32, bfloat16 or float16; states and features are float32 (bfloat16 and float16 products use tensor
-    cores, with 10 bits of mantissa). Extra memory of the forward pass: the sums of every span of the sequence,
-    `m·(e + 1)` floats each, with two spans for every multiprocessor; of the backward pass, see `triton.backward`.
+    Inputs are float32, bfloat16 or float16; states are float32, products are in the dtype of the inputs. Extra memory of
+    the forward pass: the features of maps with weights or a log scale, `B·H·L·m`, and the sums of every span of the
+    sequence, `m·(e + 1)` floats each, with two spans for every multiprocessor; of the backward pass, see
+    `triton.attention`.
     Causal attention runs over chunks of at most 64 tokens; a single token is one kernel. Before the first use of a
     feature map on a device, a small case is compared with torch: kernels that differ or do not compile are not used.
     """

@@ -3,7 +3,10 @@
 A block has T tokens. Its features are in `M = parts · half` columns, `half` the width before the activation padded to a
 power of two: column j is number `j % half` of part `j // half`. The second part of a pair sees `-y`, so that one
 tensor holds both, from the product with the weight on: tensors that are joined, transposed or split afterwards made
-the compiler (3.6) produce wrong gradients. Numbers are float32 whatever the inputs are.
+the compiler (3.6) produce wrong gradients. Features are float32, and rounded as factors of products (`factor`).
+
+Maps with weights or a log scale run by themselves: `map_tokens` stores the features, which the other kernels read
+as inputs "mapped", and `map_gradients` comes after the backward pass. Only a step of decoding computes them in place.
 
 Forward pass: sums over tokens are cut into spans, one program each. `sum_tokens` stores `[kv | k_sum]` of every span in
 `states` `[B·heads, spans, m·(e + 1)]`, `scan` adds them up in the order of the sequence (no atomics, so that the bits
@@ -42,7 +45,10 @@ class Rows(NamedTuple):
 
 
 class MapArguments(NamedTuple):
-    """The feature map of queries or of keys (`ops.formulas.FusedMap`). The last fields are compile-time constants."""
+    """The feature map of queries or of keys (`ops.formulas.FusedMap`). The last fields are compile-time constants.
+
+    Of the activation "mapped" the inputs are features already, and `log_scale` `[B·heads, L]` or None belongs to them.
+    """
 
     weight: Any
     weight_head: int
@@ -53,6 +59,7 @@ class MapArguments(NamedTuple):
     bias_scale: float
     cosine: Any
     sine: Any
+    log_scale: Any
     angle_batch: int
     in_scale: float
     alpha: float
@@ -64,6 +71,24 @@ class MapArguments(NamedTuple):
     half: Any
     size_block: Any
     precision: Any
+
+
+@triton.jit
+def factor(values, precision: tl.constexpr):
+    """Return values as a factor of a product: rounded to bfloat16 where that is the precision."""
+    if precision == "bf16":
+        values = values.to(tl.bfloat16)
+    return values
+
+
+@triton.jit
+def dot(left, right, precision: tl.constexpr):
+    """Multiply matrices in a precision; sums are float32."""
+    if precision == "bf16":
+        result = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16))
+    else:
+        result = tl.dot(left, right, input_precision=precision)
+    return result
 
 
 @triton.jit
@@ -117,7 +142,7 @@ def products(x, batch, head, tokens, real, fmap):
         offsets = rows[:, None] * fmap.weight_row + columns[None, :] * fmap.weight_column
         valid = (rows < x.width)[:, None] & (columns < fmap.width)[None, :]
         weight = tl.load(fmap.weight + head * fmap.weight_head + offsets, mask=valid, other=0.0).to(tl.float32)
-        y = tl.dot(inputs, weight, input_precision=fmap.precision) * fmap.in_scale
+        y = dot(inputs, weight, fmap.precision) * fmap.in_scale
         if fmap.bias is not None:
             bias = tl.load(fmap.bias + head * fmap.bias_head + columns, mask=columns < fmap.width, other=0.0)
             y += bias.to(tl.float32)[None, :] * fmap.bias_scale
@@ -187,15 +212,58 @@ def activate(y, halves, batch, tokens, real, fmap):
 
 
 @triton.jit
-def features(x, batch, head, tokens, real, fmap):
+def features(x, batch, head, heads, length, tokens, real, fmap):
     """Compute features `[T, M]` and log scales `[T]` of a block; zero and `-inf` without a token."""
+    if fmap.activation == "mapped":
+        values = load_rows(x, batch, head, tokens, real, tl.arange(0, fmap.half))
+        scale = tl.zeros((tokens.shape[0],), tl.float32)
+        if fmap.log_scale is not None:
+            scale = tl.load(
+                fmap.log_scale + (batch * heads + head).to(tl.int64) * length + tokens, mask=real, other=0.0
+            )
+        scale = tl.where(real, scale, float("-inf"))
+    else:
+        y, halves = products(x, batch, head, tokens, real, fmap)
+        values, scale = activate(y, halves, batch, tokens, real, fmap)
+    return values, scale
+
+
+@triton.jit
+def map_tokens(x, out, log_scale, fmap, heads, length, block: tl.constexpr):
+    """Store the features `[B, heads, L, m]` of a block of tokens, and their log scales `[B·heads, L]`."""
+    pair = tl.program_id(0)
+    batch, head = pair // heads, pair % heads
+    tokens = tl.program_id(1) * block + tl.arange(0, block)
+    real = tokens < length
+    values, scale = features(x, batch, head, heads, length, tokens, real, fmap)
+    indices, inside = feature_indices(fmap)
+    offsets = (pair.to(tl.int64) * length + tokens)[:, None] * (fmap.parts * fmap.width) + indices[None, :]
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    if log_scale is not None:
+        tl.store(log_scale + pair.to(tl.int64) * length + tokens, scale, mask=real)
+
+
+@triton.jit
+def map_gradients(x, gradient, fmap, heads, length, block: tl.constexpr):
+    """Replace the gradient of the features `[B, heads, L, m]` by what each adds to that of y (see `slopes`)."""
+    pair = tl.program_id(0)
+    batch, head = pair // heads, pair % heads
+    tokens = tl.program_id(1) * block + tl.arange(0, block)
+    real = tokens < length
     y, halves = products(x, batch, head, tokens, real, fmap)
-    return activate(y, halves, batch, tokens, real, fmap)
+    values, _ = activate(y, halves, batch, tokens, real, fmap)
+    indices, inside = feature_indices(fmap)
+    first = gradient.data + batch.to(tl.int64) * gradient.batch + head.to(tl.int64) * gradient.head
+    offsets = tokens.to(tl.int64)[:, None] * gradient.token + indices[None, :]
+    upstream = tl.load(first + offsets, mask=real[:, None] & inside[None, :], other=0.0)
+    back = slopes(y, values, upstream, batch, tokens, real, fmap)
+    tl.store(first + offsets, back, mask=real[:, None] & inside[None, :])
 
 
 @triton.jit
 def slopes(y, values, gradient, batch, tokens, real, fmap):
-    """Compute the gradient of the numbers before the activation `[T, half]` from that of the features."""
+    """Compute from the gradient of the features what each adds to that of y `[T, M]`, the numbers before an activation:
+    both features of a pair add to the same number."""
     _, inside = feature_indices(fmap)
     if fmap.activation == "elu":
         back = gradient * tl.where(y > 0, 1.0, values + (fmap.alpha - 1))
@@ -218,9 +286,22 @@ def slopes(y, values, gradient, batch, tokens, real, fmap):
     if fmap.weight is None:
         back = back * fmap.in_scale
     if fmap.parts == 2:
-        columns = tl.arange(0, fmap.parts * fmap.half) % fmap.half
-        same = columns[:, None] == tl.arange(0, fmap.half)[None, :]
-        back = tl.dot(back, tl.where(same, signs(fmap)[:, None], 0.0), input_precision=fmap.precision)
+        back = back * signs(fmap)[None, :]
+    return back
+
+
+@triton.jit
+def through(x, values, gradient, batch, head, tokens, real, fmap):
+    """Compute what `before` stores of a block: the gradient of the features themselves where these are the inputs."""
+    if fmap.activation == "mapped":
+        back = tl.where(real[:, None], gradient, 0.0)
+    else:
+        y, _ = products(x, batch, head, tokens, real, fmap)
+        back = slopes(y, values, gradient, batch, tokens, real, fmap)
+        if fmap.parts == 2:
+            columns = tl.arange(0, fmap.parts * fmap.half) % fmap.half
+            same = columns[:, None] == tl.arange(0, fmap.half)[None, :]
+            back = dot(back, tl.where(same, 1.0, 0.0), fmap.precision)
     return back
 
 
@@ -265,7 +346,7 @@ def sum_tokens(
     for first in range(split * span, stop, block):
         tokens = first + tl.arange(0, block)
         real = unmasked(mask, mask_batch, batch, tokens, stop)
-        values, scale = features(x, batch, head, tokens, real, fmap)
+        values, scale = features(x, batch, head, heads, length, tokens, real, fmap)
         if scaled:
             higher = tl.maximum(top, tl.max(scale, axis=0))
             decay = tl.exp(top - finite(higher))
@@ -278,7 +359,7 @@ def sum_tokens(
             weights += tl.sum(values * tl.load(slope + offsets, mask=real, other=0.0)[:, None], axis=0)
         else:
             weights += tl.sum(values, axis=0)
-        total += tl.dot(tl.trans(values), values_u, input_precision=fmap.precision)
+        total += dot(tl.trans(values), values_u, fmap.precision)
     indices, inside = feature_indices(fmap)
     index = pair.to(tl.int64) * spans + split
     base = states + index * (fmap.parts * fmap.width * (u.width + 1))
@@ -288,6 +369,19 @@ def sum_tokens(
         tl.store(base + fmap.parts * fmap.width * u.width + indices, weights, mask=inside)
     if scaled:
         tl.store(tops + index, top)
+
+
+@triton.jit
+def span_sum(states, first, spans, repeats, counted, step, flat, indices, reverse: tl.constexpr):
+    """Load the sums of one span, those of all repeats; zeros beyond the last one."""
+    split = step
+    if reverse:
+        split = spans - 1 - step
+    part = tl.zeros((indices.shape[0],), tl.float32)
+    for repeat in range(repeats):
+        offsets = (first + repeat * spans + split) * flat + indices
+        part += tl.load(states + offsets, mask=(indices < flat) & (step < counted), other=0.0)
+    return part
 
 
 @triton.jit
@@ -313,23 +407,28 @@ def scan(
     counted = spans
     if not total:
         counted = spans - 1  # the last span is not before any other
-    for step in range(counted):
-        split = step
-        if reverse:
-            split = spans - 1 - step
-        part = tl.zeros((block,), tl.float32)
-        for repeat in range(repeats):
-            part += tl.load(states + (first + repeat * spans + split) * flat + indices, mask=indices < flat, other=0.0)
-        if not total:
-            tl.store(states + (first + split) * flat + indices, carry, mask=indices < flat)
-        if tops is not None:
-            tl.store(tops_before + group * spans + split, top)  # every program writes the same
-            span_top = tl.load(tops + group * spans + split)
-            higher = tl.maximum(top, span_top)
-            carry = carry * tl.exp(top - finite(higher)) + part * tl.exp(span_top - finite(higher))
-            top = higher
-        else:
-            carry += part
+    for step in range(0, counted, 4):  # four loads in flight: they would wait for the stores between them
+        parts = (
+            span_sum(states, first, spans, repeats, counted, step, flat, indices, reverse),
+            span_sum(states, first, spans, repeats, counted, step + 1, flat, indices, reverse),
+            span_sum(states, first, spans, repeats, counted, step + 2, flat, indices, reverse),
+            span_sum(states, first, spans, repeats, counted, step + 3, flat, indices, reverse),
+        )
+        for ahead in tl.static_range(4):
+            real = step + ahead < counted
+            split = step + ahead
+            if reverse:
+                split = spans - 1 - split
+            if not total:
+                tl.store(states + (first + split) * flat + indices, carry, mask=(indices < flat) & real)
+            if tops is not None:
+                tl.store(tops_before + group * spans + split, top, mask=real)  # every program writes the same
+                span_top = tl.load(tops + group * spans + split, mask=real, other=float("-inf"))
+                higher = tl.maximum(top, span_top)
+                carry = carry * tl.exp(top - finite(higher)) + parts[ahead] * tl.exp(span_top - finite(higher))
+                top = higher
+            else:
+                carry += parts[ahead]
     last = first
     if (not total) and (not reverse):
         last = first + spans - 1
@@ -354,9 +453,9 @@ def attend_bidirectional(
     for first in range(split * span, stop, block):
         tokens = first + tl.arange(0, block)
         real = tokens < stop
-        values, _ = features(query, batch, head, tokens, real, fmap)
+        values, _ = features(query, batch, head, heads, length, tokens, real, fmap)
         below = tl.sum(values * k_sum[None, :], axis=1)
-        result = tl.dot(values, kv, input_precision=fmap.precision)
+        result = dot(values, kv, fmap.precision)
         result = result / tl.where(below < floor, floor, below)[:, None]
         store_rows(out, batch, head, tokens, real, columns, result)
         if (normaliser is not None) and (tile == 0):
@@ -402,7 +501,7 @@ def store_state(total, weights, top, next_kv, next_sum, next_scale, group, tile,
 @triton.jit
 def attend_causal(
     query, key, value, out, mask, mask_batch, states, tops, kv, k_sum, log_scale, next_kv, next_sum, next_scale,
-    normaliser, row_scale, query_map, key_map, heads, groups, length, span, spans, floor,
+    normaliser, query_map, key_map, heads, groups, length, span, spans, floor,
     value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """The queries of one span, chunk by chunk: explicit weights within a chunk, a carried state between chunks.
@@ -423,35 +522,37 @@ def attend_causal(
     for first in range(split * span, stop, block):
         tokens = first + order
         real = unmasked(mask, mask_batch, batch, tokens, stop)
-        values, query_scale = features(query, batch, head, tokens, tokens < stop, query_map)
-        keys, scale = features(key, batch, head // repeats, tokens, real, key_map)
-        values_u = load_rows(value, batch, head // repeats, tokens, real, columns)
-        pairs = tl.dot(values, tl.trans(keys), input_precision=key_map.precision)
-        earlier = order[:, None] >= order[None, :]
-        above = tl.dot(values, total, input_precision=key_map.precision)
+        values, _ = features(query, batch, head, heads, length, tokens, tokens < stop, query_map)
         below = tl.sum(values * weights[None, :], axis=1)
+        values = factor(values, key_map.precision)
+        above = dot(values, total, key_map.precision)
+        keys, scale = features(key, batch, head // repeats, groups, length, tokens, real, key_map)
+        earlier = order[:, None] >= order[None, :]
         if scaled:
+            pairs = dot(values, tl.trans(keys), key_map.precision)
             running = tl.maximum(tl.max(tl.where(earlier, scale[None, :], float("-inf")), axis=1), top)
-            gap = tl.where(earlier, scale[None, :] - finite(running)[:, None], float("-inf"))
-            pairs = pairs * tl.exp(gap)
+            pairs = pairs * tl.exp(tl.where(earlier, scale[None, :] - finite(running)[:, None], float("-inf")))
             decay = tl.exp(top - finite(running))
             above, below = above * decay[:, None], below * decay
-        pairs = tl.where(earlier, pairs, 0.0)
-        above += tl.dot(pairs, values_u, input_precision=key_map.precision)
-        below += tl.sum(pairs, axis=1)
-        result = above / tl.where(below < floor, floor, below)[:, None]
-        store_rows(out, batch, head, tokens, tokens < stop, columns, result)
-        if (normaliser is not None) and (tile == 0):
-            tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=tokens < stop)
-        if (row_scale is not None) and (tile == 0):
-            tl.store(row_scale + pair.to(tl.int64) * length + tokens, query_scale, mask=tokens < stop)
-        if scaled:
             higher = tl.maximum(top, tl.max(scale, axis=0))
             change = tl.exp(top - finite(higher))
             total, weights, top = total * change, weights * change, higher
             keys = keys * tl.exp(scale - finite(top))[:, None]
-        total += tl.dot(tl.trans(keys), values_u, input_precision=key_map.precision)
-        weights += tl.sum(keys, axis=0)
+            weights += tl.sum(keys, axis=0)
+            keys = factor(keys, key_map.precision)
+        else:
+            weights += tl.sum(keys, axis=0)
+            keys = factor(keys, key_map.precision)
+            pairs = dot(values, tl.trans(keys), key_map.precision)
+        pairs = tl.where(earlier, pairs, 0.0)
+        below += tl.sum(pairs, axis=1)
+        values_u = factor(load_rows(value, batch, head // repeats, tokens, real, columns), key_map.precision)
+        above += dot(pairs, values_u, key_map.precision)
+        result = above / tl.where(below < floor, floor, below)[:, None]
+        store_rows(out, batch, head, tokens, tokens < stop, columns, result)
+        if (normaliser is not None) and (tile == 0):
+            tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=tokens < stop)
+        total += dot(tl.trans(keys), values_u, key_map.precision)
     if (split == spans - 1) & (head % repeats == 0):
         store_state(
             total, weights, top, next_kv, next_sum, next_scale, group, tile, key_map, value.width, columns
@@ -493,8 +594,7 @@ def backward_bidirectional(
     for first in range(split * span, stop, block):
         tokens = first + tl.arange(0, block)
         real = unmasked(mask, mask_batch, batch, tokens, stop)
-        y, halves = products(x, batch, head, tokens, real, fmap)
-        values, _ = activate(y, halves, batch, tokens, real, fmap)
+        values, _ = features(x, batch, head, heads, length, tokens, real, fmap)
         sum_factor = tl.where(real, 1.0, 0.0)
         factor = sum_factor
         if inverse is not None:
@@ -507,11 +607,11 @@ def backward_bidirectional(
             columns = left + tl.arange(0, value_block)
             upstream = load_rows(u, batch, head, tokens, real, columns) * factor[:, None]
             kv = load_kv(states, index, fmap, u.width, columns)
-            gradient += tl.dot(upstream, tl.trans(kv), input_precision=fmap.precision)
+            gradient += dot(upstream, tl.trans(kv), fmap.precision)
             if to_value is not None:
-                value_gradient = tl.dot(values, kv, input_precision=fmap.precision)
+                value_gradient = dot(values, kv, fmap.precision)
                 store_rows(to_value, batch, head, tokens, tokens < stop, columns, value_gradient)
-        back = slopes(y, values, gradient, batch, tokens, real, fmap)
+        back = through(x, values, gradient, batch, head, tokens, real, fmap)
         store_rows(before, batch, head, tokens, tokens < stop, tl.arange(0, fmap.half), back)
 
 
@@ -528,10 +628,9 @@ def backward_causal_queries(
     order = tl.arange(0, block)
     tokens = chunk * block + order
     exists = tokens < length
-    y, halves = products(query, batch, head, tokens, exists, query_map)
-    values, _ = activate(y, halves, batch, tokens, exists, query_map)
+    values, _ = features(query, batch, head, heads, length, tokens, exists, query_map)
     real = unmasked(mask, mask_batch, batch, tokens, length)
-    keys, _ = features(key, batch, group, tokens, real, key_map)
+    keys, _ = features(key, batch, group, groups, length, tokens, real, key_map)
     offsets = pair.to(tl.int64) * length + tokens
     factor = tl.load(inverse + offsets, mask=exists, other=0.0)
     sum_factor = tl.load(slope + offsets, mask=exists, other=0.0)
@@ -543,11 +642,11 @@ def backward_causal_queries(
         upstream = load_rows(gradient, batch, head, tokens, exists, columns) * factor[:, None]
         value_rows = load_rows(value, batch, group, tokens, real, columns)
         kv = load_kv(states, index, key_map, value.width, columns)
-        weights += tl.dot(upstream, tl.trans(value_rows), input_precision=key_map.precision)
-        to_features += tl.dot(upstream, tl.trans(kv), input_precision=key_map.precision)
+        weights += dot(upstream, tl.trans(value_rows), key_map.precision)
+        to_features += dot(upstream, tl.trans(kv), key_map.precision)
     weights = tl.where(order[:, None] >= order[None, :], weights, 0.0)
-    to_features += tl.dot(weights, keys, input_precision=key_map.precision)
-    back = slopes(y, values, to_features, batch, tokens, exists, query_map)
+    to_features += dot(weights, keys, key_map.precision)
+    back = through(query, values, to_features, batch, head, tokens, exists, query_map)
     store_rows(before, batch, head, tokens, exists, tl.arange(0, query_map.half), back)
 
 
@@ -565,8 +664,7 @@ def backward_causal_keys(
     tokens = chunk * block + order
     exists = tokens < length
     real = unmasked(mask, mask_batch, batch, tokens, length)
-    y, halves = products(key, batch, group, tokens, real, key_map)
-    keys, _ = activate(y, halves, batch, tokens, real, key_map)
+    keys, _ = features(key, batch, group, groups, length, tokens, real, key_map)
     later = order[:, None] <= order[None, :]
     k_sum = load_k_sum(states, index, key_map, value.width)
     to_features = tl.where(real, 1.0, 0.0)[:, None] * k_sum[None, :]
@@ -574,21 +672,21 @@ def backward_causal_keys(
         columns = left + tl.arange(0, value_block)
         value_rows = load_rows(value, batch, group, tokens, real, columns)
         kv = load_kv(states, index, key_map, value.width, columns)
-        to_features += tl.dot(value_rows, tl.trans(kv), input_precision=key_map.precision)
-        value_gradient = tl.dot(keys, kv, input_precision=key_map.precision)
+        to_features += dot(value_rows, tl.trans(kv), key_map.precision)
+        value_gradient = dot(keys, kv, key_map.precision)
         for repeat in range(repeats):
             head = group * repeats + repeat
-            values, _ = features(query, batch, head, tokens, exists, query_map)
+            values, _ = features(query, batch, head, heads, length, tokens, exists, query_map)
             offsets = (batch * heads + head).to(tl.int64) * length + tokens
             factor = tl.load(inverse + offsets, mask=exists, other=0.0)
             upstream = load_rows(gradient, batch, head, tokens, exists, columns) * factor[:, None]
-            pairs = tl.dot(keys, tl.trans(values), input_precision=key_map.precision)
-            value_gradient += tl.dot(tl.where(later, pairs, 0.0), upstream, input_precision=key_map.precision)
-            weights = tl.dot(value_rows, tl.trans(upstream), input_precision=key_map.precision)
+            pairs = dot(keys, tl.trans(values), key_map.precision)
+            value_gradient += dot(tl.where(later, pairs, 0.0), upstream, key_map.precision)
+            weights = dot(value_rows, tl.trans(upstream), key_map.precision)
             if left == 0:
                 weights += tl.load(slope + offsets, mask=exists, other=0.0)[None, :]
             weights = tl.where(later, weights, 0.0)
-            to_features += tl.dot(weights, values, input_precision=key_map.precision)
+            to_features += dot(weights, values, key_map.precision)
         store_rows(to_value, batch, group, tokens, exists, columns, tl.where(real[:, None], value_gradient, 0.0))
-    back = slopes(y, keys, to_features, batch, tokens, real, key_map)
+    back = through(key, keys, to_features, batch, group, tokens, real, key_map)
     store_rows(before, batch, group, tokens, exists, tl.arange(0, key_map.half), back)
