@@ -130,6 +130,7 @@ def test_training_a_part_that_was_never_fitted_is_warned_of_once() -> None:
         (96, {}, 96),
         (32, {"feature_map_options": {"activation": "exp"}}, 64),
         (32, {"feature_map_options": {"feature_dim": 16}}, 16),
+        (32, {"window_size": 8}, 128),
         # As saved by versions that had as many rows as hedgehog itself.
         (32, {"feature_map": "hedgehog", "feature_map_options": {}}, 128),
     ],

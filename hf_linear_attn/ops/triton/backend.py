@@ -22,8 +22,8 @@ def installed() -> bool:
 class TritonBackend:
     """GPU kernels: one pass over the keys and one over the queries, features never leaving the chip.
 
-    Inputs are float32, bfloat16 or float16; states are float32, products are in the dtype of the inputs. Extra memory of
-    the forward pass: the features of maps with weights or a log scale, `B·H·L·m`, and the sums of every span of the
+    Inputs are float32, bfloat16 or float16; states are float32, products are in the dtype of the inputs. Extra memory
+    of the forward pass: the features of maps with weights or a log scale, `B·H·L·m`, and the sums of every span of the
     sequence, `m·(e + 1)` floats each, with two spans for every multiprocessor; of the backward pass, see
     `triton.attention`.
     Causal attention runs over chunks of at most 64 tokens; a single token is one kernel. Before the first use of a
