@@ -122,8 +122,7 @@ def communication_does_not_grow() -> None:
         sent = 4 * (codes + groups * edges * 2 * head) + 8 * (2 + 2 * edges)
         assert bytes_sent(decoder, length) == layers * BATCH * sent
         edges, rows = 2 * (3 + 2), 4 * 2 * 2  # borders and sinks of both ends; queries of sinks in 4 heads
-        sums = 4 * 128 * (head + 1)  # of 4 heads
-        sent = 4 * (sums + 4 * edges * 2 * head + rows * (head + head + 2)) + 8 * (2 + 2 * edges)
+        sent = 4 * (2 * state_size + 4 * edges * 2 * head + rows * (head + head + 2)) + 8 * (2 + 2 * edges)
         assert bytes_sent(encoder, length) == layers * BATCH * sent
 
 
