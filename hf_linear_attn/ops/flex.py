@@ -21,12 +21,12 @@ from torch import Tensor
 
 from . import kernelized
 from .calls import BackendCall, KernelizedCall, WindowedCall
-from .check import Kernels, checked_reason
+from .check import checked_reason
 from .common import KVState, State, compute_dtype, group_heads, mask_tokens, weighted_mean, with_ones
 from .kernel_inputs import unsupported_inputs
 from .sinks import Sinks, attend_from_sinks, end_positions, end_tokens, first_tokens, take_tokens
 from .triton import interpreted
-from .triton.backend import TritonBackend, installed
+from .triton.backend import TritonBackend, installed, kernels_of, unsupported_sizes
 from .windowed import FLOOR, LARGEST_GAP, gather_tokens, make_ring, pad_tokens
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class FlexBackend:
             return f"heads of fewer than {MIN_HEAD_DIM} numbers are not supported"
         if not installed():
             return "Triton is not installed (pip install triton)"
-        return checked_reason(Kernels(self.name, run), call)
+        return checked_reason(kernels_of(self.name, run), call)
 
     def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         assert isinstance(call, WindowedCall)
@@ -113,6 +113,8 @@ def _step(call: WindowedCall) -> tuple[Tensor, State] | None:
     supported = installed() and (call.query.is_cuda or interpreted())
     if not supported or call.cache_dtype is not None or call.fused[0].scaled or call.needs_grad():
         return None
+    if unsupported_sizes(call) is not None:
+        return None
     from .triton import window_step
 
     return window_step.step(call)
@@ -123,7 +125,8 @@ def _whole(call: WindowedCall, sinks: Tensor) -> tuple[Tensor, State | None]:
     window, mask, (batch, _, length, _) = call.window, call.mask, call.query.shape
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
     if mask is None and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
-        layout = _cached_layout(batch, length, window, call.sinks, call.causal, query.device)
+        stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
+        layout = _cached_layout(batch, length, window, call.sinks, call.causal, query.device, stream)
     else:
         layout = _layout(batch, length, window, sinks, call.causal, query.device, mask)
     is_far, code, blocks = layout
@@ -163,8 +166,10 @@ def _layout(
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_layout(batch: int, length: int, window: int, sinks: int, causal: bool, device: torch.device) -> _Layout:
-    """Return the layout of a sequence without padding: all layers of a model have the same."""
+def _cached_layout(
+    batch: int, length: int, window: int, sinks: int, causal: bool, device: torch.device, stream: int
+) -> _Layout:
+    """Return the layout of a sequence without padding: all layers of a model have the same, each stream its own."""
     with torch.inference_mode(False):  # it may be saved for a backward pass later on
         if causal:
             positions = torch.arange(min(sinks, length), device=device)[None]

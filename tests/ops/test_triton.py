@@ -48,6 +48,7 @@ def test_the_kernels_through_the_compiler(architecture):
         "attend_causal",
         "backward_bidirectional",
         "backward_causal_keys",
+        "step_window",
     )
     assert all(name in output for name in kernels)
 

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hf_linear_attn.ops import check
-from hf_linear_attn.ops.triton import attention
+from hf_linear_attn.ops.calls import Mix, WindowedCall
+from hf_linear_attn.ops.triton import attention, window_step
 from tests.ops.test_native import SCALED, build, inputs, make_call
 
 #: Bytes that one block of threads can have on the smaller GPUs of the generations since Ampere.
@@ -60,6 +61,16 @@ def main(architecture: int, size: int, names: list[str]) -> None:
                     case = check.case_of(call)._replace(learning=learning)
                     with torch.enable_grad() if learning else torch.no_grad():
                         check.results(case, call.fused, attention.run, double=False)
+    window_step.launch = compile_only
+    for width, name, dtype in ((64, "hedgehog", torch.bfloat16), (128, "elu", torch.float32)):
+        call = make_call(build(name, 2, 1, width, width), *inputs((1, 2, 1, 1), width, width, dtype), True)
+        mix = Mix(lambda: torch.zeros(1), torch.zeros(1, 2, 1), torch.zeros(2, width), 2.0, 8)
+        window: dict[str, Any] = {"window": 64, "sinks": 4, "scaling": 0.1, "log_mix": mix}
+        ring, sink = torch.zeros(1, 1, 64, width, dtype=dtype), torch.zeros(1, 1, 4, width, dtype=dtype)
+        state = {"kv": torch.zeros(1, 1, call.num_features, width), "k_sum": torch.zeros(1, 1, call.num_features)}
+        state |= {"ring_key": ring, "ring_value": ring, "ring_mask": torch.ones(1, 64, dtype=torch.bool)}
+        state |= {"count": torch.ones(1, dtype=torch.long), "sink_key": sink, "sink_value": sink}
+        assert window_step.step(WindowedCall(**vars(call.replace(state=state)), **window)) is not None
     sys.stdout.write(f"compiled {sorted(made.items())}\n")
 
 

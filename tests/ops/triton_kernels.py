@@ -13,7 +13,8 @@ import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.ops import backends, check, kernelized, windowed
-from hf_linear_attn.ops.calls import Mix, WindowedCall
+from hf_linear_attn.ops.calls import KernelizedCall, Mix, WindowedCall
+from hf_linear_attn.ops.formulas import FusedMap
 from hf_linear_attn.ops.triton import attention, window_step
 from hf_linear_attn.ops.triton.backend import TritonBackend, interpreted
 from hf_linear_attn.registry import FEATURE_MAPS
@@ -309,6 +310,18 @@ def test_by_name_through_the_interface():
         assert_near(backends.attend(call)[0], definition(call))
 
 
+@pytest.mark.parametrize("gap", [14.0, 25.0])
+def test_small_features_in_half_precision(gap):
+    """Of a query whose largest feature meets no key: the weights of all keys are e^-gap, and their ratios count."""
+    query, key, value = inputs((1, 2, 2, 80), 16, 16, torch.float16)
+    bias = torch.zeros(2, 16).index_fill_(1, torch.tensor([0]), gap)
+    away = torch.zeros(2, 16).index_fill_(1, torch.tensor([0]), -1e4)
+    maps = FusedMap("exp", torch.eye(16)[None], bias), FusedMap("softmax", torch.eye(16)[None], away)
+    call = KernelizedCall(query, key, value, maps[0].features, maps[1].features, maps, 16, True)
+    with torch.no_grad():
+        assert_near(BACKEND.run(call)[0], definition(call), 2e-3)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("window", "sinks", "groups"), [(5, 2, 1), (70, 0, 4), (16, 4, 2), (1, 1, 2)])
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "hedgehog-odd"])
@@ -317,6 +330,8 @@ def test_tokens_of_windows_after_a_state(name, window, sinks, groups, masked):
     built = build(name, 4, groups, 9, 6)
     tensors = inputs((2, 4, groups, 30 + window), 9, 6)
     mask = torch.rand(2, 30 + window, generator=torch.Generator().manual_seed(1)) > 0.2 if masked else None
+    if mask is not None:
+        tensors = [x.masked_fill(~mask[:, None, :, None], float("nan")) for x in tensors]
     generator = torch.Generator().manual_seed(0)
     base, weight = (torch.randn(size, generator=generator) for size in ((1, 4, 1), (4, 9)))
     states, seen = [None, None], 0
@@ -348,6 +363,7 @@ def test_tokens_of_windows_after_a_state(name, window, sinks, groups, masked):
                 ours = states[1][entry]
                 assert value.dtype == ours.dtype
                 if entry in ("ring_key", "ring_value"):  # what stands at padding means nothing
-                    ours, value = (x * states[0]["ring_mask"][:, None, :, None] for x in (ours, value))
+                    padding = ~states[0]["ring_mask"][:, None, :, None]
+                    ours, value = (x.masked_fill(padding, 0) for x in (ours, value))
                 assert_near(ours.float(), value.float(), 1e-5)
     assert seen > 20

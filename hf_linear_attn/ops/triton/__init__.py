@@ -5,7 +5,7 @@ This module holds the sizes that the kernels support, known without Triton.
 
 import os
 
-from ..calls import KernelizedCall
+from ..calls import KernelizedCall, WindowedCall
 from ..formulas import PARTS
 
 #: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel, and
@@ -27,7 +27,7 @@ def power_of_two(number: int) -> int:
     return max(1 << (number - 1).bit_length(), 16)
 
 
-def padded_features(call: KernelizedCall) -> int:
+def padded_features(call: KernelizedCall | WindowedCall) -> int:
     """Return the number of columns that the kernels use for the features of a call."""
     head_dim = call.query.shape[3]
     return max(PARTS[fused.activation] * power_of_two(fused.width(head_dim)) for fused in call.fused or ())

@@ -223,12 +223,14 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
         arguments = map_arguments(fused, size, x.dtype)
         if is_mapped(fused):
             width, tokens = fused.num_features(size), map_block(arguments)
-            out = torch.empty(batch, heads, length, width, dtype=x.dtype, device=x.device)
+            # Small features count where they are all that a row has: float16 would round them to zero.
+            stored = torch.float32 if x.dtype == torch.float16 else x.dtype
+            out = torch.empty(batch, heads, length, width, dtype=stored, device=x.device)
             scale = torch.empty(batch, heads, length, device=x.device) if fused.scaled else None
             grid = (batch * heads, triton.cdiv(length, tokens))
             launch(kernels.map_tokens, grid, rows(x), out, scale, arguments, heads, length, tokens, warps=4)
-            x = out
             plain = map_arguments(FusedMap("relu"), width, x.dtype)
+            x = out
             arguments = plain._replace(log_scale=scale, activation=tl.constexpr("mapped"))
         tensors.append(x)
         maps.append(arguments)
@@ -238,7 +240,7 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
 def map_block(arguments: MapArguments) -> int:
     """Return how many tokens a program of `map_tokens` has."""
     features = int(arguments.parts.value * arguments.half.value)
-    return 64 if features <= 128 else 32 if features <= 256 else 16
+    return 64 if features <= 128 else 32
 
 
 def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
@@ -308,7 +310,7 @@ def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
 def _forward(call: KernelizedCall, *, save: bool) -> Forward:
     assert call.fused is not None
     with on_device(call.query.device):
-        if call.query.shape[2] == 1 and not save:  # a step of decoding is one kernel
+        if call.causal and call.query.shape[2] == 1 and not save:  # a step of decoding is one kernel
             first, second = (map_arguments(fused, call.query.shape[3], call.query.dtype) for fused in call.fused)
             maps = first, second
         else:

@@ -6,7 +6,7 @@ import importlib.util
 from torch import Tensor
 
 from ..calls import BackendCall, KernelizedCall, WindowedCall
-from ..check import FAILURES, Kernels, checked_reason
+from ..check import FAILURES, Kernels, Run, checked_reason
 from ..common import State
 from ..formulas import PARTS
 from ..kernel_inputs import unsupported_inputs
@@ -41,13 +41,8 @@ class TritonBackend:
         if isinstance(call, WindowedCall):
             return "windows are not fused"
         assert isinstance(call, KernelizedCall)
-        if padded_features(call) > MAX_FEATURES:
-            return f"the feature map has more than {MAX_FEATURES} features"
-        pairs = any(PARTS[one.activation] == 2 and one.weight is not None for one in call.fused)
-        if pairs and padded_features(call) > MAX_PROJECTED_PAIRS:
-            return f"projections to more than {MAX_PROJECTED_PAIRS} features in pairs do not fit"
-        if max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:
-            return f"heads of more than {MAX_HEAD_DIM} numbers do not fit"
+        if (reason := unsupported_sizes(call)) is not None:
+            return reason
         if call.fused[1].scaled and call.needs_grad():
             return "gradients through a log scale of keys are not fused"
         if not installed():
@@ -67,9 +62,28 @@ class TritonBackend:
         return attention.totals(call)
 
 
-def _kernels() -> Kernels:
+def unsupported_sizes(call: KernelizedCall | WindowedCall) -> str | None:
+    """Return which size of a call with fused maps does not fit into a block of a kernel, or None."""
+    assert call.fused is not None
+    features = padded_features(call)
+    if features > MAX_FEATURES:
+        return f"the feature map has more than {MAX_FEATURES} features"
+    pairs = any(PARTS[one.activation] == 2 and one.weight is not None for one in call.fused)
+    if pairs and features > MAX_PROJECTED_PAIRS:
+        return f"projections to more than {MAX_PROJECTED_PAIRS} features in pairs do not fit"
+    if max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:
+        return f"heads of more than {MAX_HEAD_DIM} numbers do not fit"
+    return None
+
+
+def kernels_of(name: str, run: Run) -> Kernels:
+    """Return the kernels of a backend that launches kernels of Triton, with the errors of these."""
     import triton
 
+    return Kernels(name, run, (*FAILURES, triton.TritonError))
+
+
+def _kernels() -> Kernels:
     from . import attention
 
-    return Kernels("triton", attention.run, (*FAILURES, triton.TritonError))
+    return kernels_of("triton", attention.run)

@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def,annotation-unchecked"
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..calls import Mix, WindowedCall
 from ..common import DENOMINATOR_EPS, State, readable
-from . import power_of_two
+from . import padded_features, power_of_two
 from .attention import launch, map_arguments, mask_bytes, on_device, rows
 from .kernels import features, finite, load_state, store_state
 
@@ -20,13 +21,26 @@ from .kernels import features, finite, load_state, store_state
 BLOCK = 64
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory of a block of threads that the weights of a map may take."""
+    if device.type == "cpu":
+        return 1 << 20
+    # 99 KB on the smaller GPUs since Ampere
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10) - 1024
+
+
 @triton.jit
 def attend_keys(keys, values, visible, query, scaling, top, total, mass):
-    """Add the softmax weights of keys `[S, D]` to sums `[C]` and their mass, relative to exp(top)."""
+    """Add the softmax weights of keys `[S, D]` to sums `[C]` and their mass, relative to exp(top).
+
+    What stands at padding may be NaN.
+    """
     logits = tl.where(visible, tl.sum(keys.to(tl.float32) * query[None, :], axis=1) * scaling, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, axis=0))
     decay, weights = tl.exp(top - finite(higher)), tl.exp(logits - finite(higher))
-    total = total * decay + tl.sum(weights[:, None] * values.to(tl.float32), axis=0)
+    seen = tl.where(visible[:, None], values.to(tl.float32), 0.0)
+    total = total * decay + tl.sum(weights[:, None] * seen, axis=0)
     return higher, total, mass * decay + tl.sum(weights, axis=0)
 
 
@@ -129,7 +143,8 @@ def step_window(
 
 
 def step(call: WindowedCall) -> tuple[Tensor, State] | None:
-    """Compute one token after a state, `[B, H, 1, e]`, and the state after it. None where the state has other shapes.
+    """Compute one token after a state, `[B, H, 1, e]`, and the state after it. None where the state has other shapes,
+    and where the weights of the maps do not fit into shared memory.
 
     The call has no store, no int8 cache, no gradient, and maps without a log scale.
     """
@@ -139,6 +154,9 @@ def step(call: WindowedCall) -> tuple[Tensor, State] | None:
     state = {name: tensor.contiguous() for name, tensor in call.state.items()}
     batch, heads, _, size = query.shape
     groups, value_size, window, sinks = key.shape[1], value.shape[3], call.window, call.sinks
+    projected = any(fused.weight is not None for fused in call.fused)
+    if projected and 4 * padded_features(call) * power_of_two(size) > shared_bytes(query.device):
+        return None
     shapes: dict[str, tuple[int, ...]] = {
         "kv": (batch, groups, call.num_features, value_size), "k_sum": (batch, groups, call.num_features),
         "ring_key": (batch, groups, window, size), "ring_value": (batch, groups, window, value_size),
