@@ -1,9 +1,12 @@
 """All that must be known about a GPU, in minutes: kernels, attention, decoding, and a step of conversion."""
 
 import copy
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -47,10 +50,11 @@ def gpu(
 ) -> Cells:
     """A new GPU in at most nine minutes, kernels being compiled included. Other benchmarks measure each part at length.
 
-    kernels: each mechanism by the backend that is chosen, against torch in float64, with padding: the relative error of
-    the output, the gradients and a step of decoding. attention: the speedup over `sdpa` (flash attention, in bfloat16),
-    beside flash-linear-attention where it is installed, and the share of the limit: the time that the bytes of inputs
-    and outputs alone would take. decoding: a step after a context. conversion: a step of attention transfer.
+    compilation: the seconds until all processors have compiled the kernels. kernels: each mechanism by the backend that
+    is chosen, against torch in float64, with padding: the relative error of the output, the gradients and a step of
+    decoding. attention: the speedup over `sdpa` (flash attention, in bfloat16), beside flash-linear-attention where it
+    is installed, and the share of the limit: the time that the bytes of inputs and outputs alone would take. decoding:
+    a step after a context. conversion: a step of attention transfer.
 
     Args:
         mechanisms: Names of mechanisms.
@@ -69,6 +73,9 @@ def gpu(
     end = time.monotonic() + 60 * minutes
     rows = yield Cell({"part": "memory"}, partial(_bandwidth, device, seconds))
     bandwidth = rows[0]["bytes_per_second"]
+    if torch.device(device).type == "cuda":
+        cases = list(_cases(mechanisms, dtypes, heads, head_dim, seed, device))
+        yield Cell({"part": "compilation"}, partial(_compile, cases))
     sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "seed": seed, "device": device}
     timed: dict[str, Any] = {**sizes, "seconds": seconds, "dtypes": dtypes[:1]}
     fused = FUSED if torch.device(device).type == "cuda" else None
@@ -114,13 +121,31 @@ def _bandwidth(device: str, seconds: float) -> Rows:
 # Kernels
 
 
-def _kernels(names: Any, dtypes: Any, *, heads: int, head_dim: int, seed: int, device: str) -> Cells:
+Case = tuple[str, Setting]
+
+
+def _cases(names: Any, dtypes: Any, heads: int, head_dim: int, seed: int, device: str) -> Iterator[Case]:
+    """Yield each mechanism in each direction and dtype that it is tested in."""
     for dtype in dtypes:
-        for direction in ("causal", "bidirectional"):
-            setting = Setting(direction == "causal", dtype, True, 2, heads, head_dim, seed, device)
-            for name in workloads.mechanism_names(names, setting.causal):
-                facts = {"dtype": dtype, "direction": direction, "attention": name}
-                yield Cell(facts, partial(_compare, name, setting), vars(setting))
+        for causal in (True, False):
+            setting = Setting(causal, dtype, True, 2, heads, head_dim, seed, device)
+            yield from ((name, setting) for name in workloads.mechanism_names(names, causal))
+
+
+def _compile(cases: Sequence[Case]) -> Rows:
+    """Run the cases in as many processes as there are processors, which leave the compiled kernels on disk."""
+    start = time.perf_counter()
+    with ProcessPoolExecutor(min(len(cases), os.cpu_count() or 1), get_context("spawn")) as pool:
+        for case in [pool.submit(_compare, *case) for case in cases]:
+            case.exception()  # the same case fails in this process, which says why
+    return [{"seconds": time.perf_counter() - start}]
+
+
+def _kernels(names: Any, dtypes: Any, **sizes: Any) -> Cells:
+    for name, setting in _cases(names, dtypes, **sizes):
+        direction = "causal" if setting.causal else "bidirectional"
+        facts = {"dtype": setting.dtype, "direction": direction, "attention": name}
+        yield Cell(facts, partial(_compare, name, setting), vars(setting))
 
 
 def _compare(name: str, setting: Setting) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,15 @@ def test_a_part_that_fails_or_comes_too_late(tmp_path: Path, monkeypatch: pytest
     rows = rows_of("gpu", tmp_path / "out", **options)
     assert [row.get("failure") for row in rows] == [None, *["RuntimeError: an illegal memory access"] * 4]
     assert [row["part"] for row in rows_of("gpu", tmp_path / "late", **options, minutes=-1.0)] == ["memory"]
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_by_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = attention.Setting(True, "float32", True, 2, 2, 8, 0, "cpu")
+    seen: list[Any] = []
+    monkeypatch.setattr(futures.Future, "exception", lambda self, timeout=None: seen.append(self.result()))
+    assert gpu._compile([("elu", setting)])[0]["seconds"] > 0
+    assert seen[0][0]["output_error"] < 1e-4
 
 
 @pytest.mark.slow
