@@ -111,7 +111,7 @@ def _step(call: WindowedCall) -> tuple[Tensor, State] | None:
     """Compute one token after a state by one kernel, or return None where it does not support the call."""
     assert call.fused is not None
     supported = installed() and (call.query.is_cuda or interpreted())
-    if not supported or call.cache_dtype is not None or call.fused[0].scaled or call.needs_grad():
+    if not supported or call.cache_dtype is not None or call.needs_grad():
         return None
     if unsupported_sizes(call) is not None:
         return None

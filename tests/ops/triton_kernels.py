@@ -324,7 +324,7 @@ def test_small_features_in_half_precision(gap):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("window", "sinks", "groups"), [(5, 2, 1), (70, 0, 4), (16, 4, 2), (1, 1, 2)])
-@pytest.mark.parametrize("name", ["elu", "hedgehog", "hedgehog-odd"])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "hedgehog-odd", "vq"])
 def test_tokens_of_windows_after_a_state(name, window, sinks, groups, masked):
     """By one kernel, from the second of the sequence on: the outputs and states of torch, token by token."""
     built = build(name, 4, groups, 9, 6)

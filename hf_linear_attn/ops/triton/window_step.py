@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..calls import Mix, WindowedCall
 from ..common import DENOMINATOR_EPS, State, readable
+from ..windowed import LARGEST_GAP
 from . import padded_features, power_of_two
 from .attention import launch, map_arguments, mask_bytes, on_device, rows
 from .kernels import features, finite, load_state, store_state
@@ -49,6 +50,7 @@ def step_window(
     query, key, value, out, mask, mask_batch, kv, k_sum, oldest, ring_value, ring_mask, sink_key, sink_value, count,
     next_kv, next_sum, next_key, next_value, next_mask, next_sink_key, next_sink_value, next_count, base, base_batch,
     base_head, mix, bound, saturation, query_map, key_map, heads, groups, window, sinks, scaling, floor,
+    largest_gap, scaled: tl.constexpr,
     value_block: tl.constexpr, size_block: tl.constexpr, block: tl.constexpr, sink_block: tl.constexpr,
 ):  # fmt: skip
     """One query head, and some columns of the values; the first head of a group writes the state.
@@ -125,7 +127,7 @@ def step_window(
     state, weights = state + moved[:, None] * old_value[None, :], weights + moved
     if writes:
         store_state(state, weights, top, next_kv, next_sum, None, index, tile, key_map, value.width, columns)
-    far, _ = features(query, batch, head, heads, 1, tokens, tokens < 1, query_map)
+    far, scale = features(query, batch, head, heads, 1, tokens, tokens < 1, query_map)
     far = tl.sum(far, axis=0)
     log_mix = tl.load(base + batch.to(tl.int64) * base_batch + head.to(tl.int64) * base_head).to(tl.float32)
     if mix is not None:
@@ -134,6 +136,8 @@ def step_window(
     if saturation is not None:
         outside = tl.maximum(before + 1 - window - sinks, 0).to(tl.float32)
         log_mix -= tl.log(1 + outside / saturation)
+    if scaled:
+        log_mix += tl.minimum(tl.max(scale, axis=0) - finite(top), largest_gap)
     factor = tl.exp(log_mix)
     below = mass + factor * tl.sum(far * weights, axis=0)
     result = (total + factor * tl.sum(far[:, None] * state, axis=0)) / tl.where(below < floor, floor, below)
@@ -146,7 +150,7 @@ def step(call: WindowedCall) -> tuple[Tensor, State] | None:
     """Compute one token after a state, `[B, H, 1, e]`, and the state after it. None where the state has other shapes,
     and where the weights of the maps do not fit into shared memory.
 
-    The call has no store, no int8 cache, no gradient, and maps without a log scale.
+    The call has no store, no int8 cache, no gradient, and a map of keys without a log scale.
     """
     assert call.fused is not None
     assert call.state is not None
@@ -185,7 +189,8 @@ def step(call: WindowedCall) -> tuple[Tensor, State] | None:
         *(state.get("sink_key"), state.get("sink_value"), state["count"], after["kv"], after["k_sum"]),
         *(after["ring_key"], after["ring_value"], after["ring_mask"].view(torch.uint8), after.get("sink_key")),
         *(after.get("sink_value"), after["count"], base, 0 if base.shape[0] == 1 else base.stride(0), base.stride(1)),
-        *(mix, bound, saturation, *maps, heads, groups, window, sinks, call.scaling, DENOMINATOR_EPS, columns),
+        *(mix, bound, saturation, *maps, heads, groups, window, sinks, call.scaling, DENOMINATOR_EPS),
+        *(LARGEST_GAP, call.fused[0].scaled, columns),
         *(power_of_two(size), min(BLOCK, power_of_two(window)), power_of_two(max(sinks, 1))),
     ]
     with on_device(query.device):
