@@ -26,7 +26,7 @@ from .common import KVState, State, compute_dtype, group_heads, mask_tokens, wei
 from .kernel_inputs import unsupported_inputs
 from .sinks import Sinks, attend_from_sinks, end_positions, end_tokens, first_tokens, take_tokens
 from .triton import interpreted
-from .triton.backend import TritonBackend, installed, kernels_of, unsupported_sizes
+from .triton.backend import TritonBackend, installed, kernels_of
 from .windowed import FLOOR, LARGEST_GAP, gather_tokens, make_ring, pad_tokens
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class FlexBackend:
 
 class _Keys(NamedTuple):
     """Keys and values `[B, G, S, ·]`, and for each key `4·position + 2·(exact for all later rows) + (exact in windows)`
-    `[B, S]` int32, so that a mask reads one number, and that mask."""
+    `[B, S]` int32, so that a mask reads one number, and that mask (None for few queries)."""
 
     key: Tensor
     value: Tensor
@@ -91,12 +91,12 @@ def run(call: WindowedCall) -> tuple[Tensor, State | None]:
         return token
     sinks, first = first_tokens(call) if call.causal else (end_tokens(call), {})
     if not call.causal:
-        total, _ = _whole(call, query.new_empty(1, 0, dtype=torch.long) if sinks is None else sinks.position)
+        total, _ = _whole(call, sinks)
         return attend_from_sinks(weighted_mean(total).to(call.value.dtype), call, sinks), None
     index = None
     if call.mask is None and call.state is None and length > window:  # the usual case, without copies
         valid = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
-        total, far = _whole(call, torch.arange(min(call.sinks, length), device=query.device)[None])
+        total, far = _whole(call)
         ring = make_ring(call, valid, length - window)
     else:
         inputs, valid, index, ring = gather_tokens(call, call.log_mixing_weights())
@@ -113,22 +113,26 @@ def _step(call: WindowedCall) -> tuple[Tensor, State] | None:
     supported = installed() and (call.query.is_cuda or interpreted())
     if not supported or call.cache_dtype is not None or call.needs_grad():
         return None
-    if unsupported_sizes(call) is not None:
-        return None
     from .triton import window_step
 
     return window_step.step(call)
 
 
-def _whole(call: WindowedCall, sinks: Tensor) -> tuple[Tensor, State | None]:
-    """Return `Σ_j w_ij [v_j, 1]` of a sequence whose windows count positions, and the state of the far keys."""
+def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, State | None]:
+    """Return `Σ_j w_ij [v_j, 1]` of a sequence whose windows count positions, and the state of the far keys.
+
+    sinks: Those of an encoder. A decoder has the first tokens, and no padding here.
+    """
     window, mask, (batch, _, length, _) = call.window, call.mask, call.query.shape
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
-    if mask is None and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if mask is None:
         stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
-        layout = _cached_layout(batch, length, window, call.sinks, call.causal, query.device, stream)
+        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+        layout_of = _unpadded_layout.__wrapped__ if capturing else _unpadded_layout
+        layout = layout_of(batch, length, window, call.sinks, call.causal, query.device, stream)
     else:
-        layout = _layout(batch, length, window, sinks, call.causal, query.device, mask)
+        positions = torch.empty(1, 0, dtype=torch.long, device=query.device) if sinks is None else sinks.position
+        layout = _layout(mask.expand(batch, -1), window, positions, call.causal)
     is_far, code, blocks = layout
     total, top = _near(call, query, _Keys(key, value, code, blocks))
     if length <= window:
@@ -153,31 +157,24 @@ class _Layout(NamedTuple):
     blocks: BlockMask | None
 
 
-def _layout(
-    batch: int, length: int, window: int, sinks: Tensor, causal: bool, device: torch.device, mask: Tensor | None
-) -> _Layout:
-    """Return the layout of a whole sequence with sinks `[B | 1, s]`."""
-    position = torch.arange(length, device=device)
-    valid = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask.expand(batch, -1)
+def _layout(valid: Tensor, window: int, sinks: Tensor, causal: bool) -> _Layout:
+    """Return the layout of a whole sequence: valid `[B, L]`, False for padding; positions of sinks `[B | 1, s]`."""
+    batch, length = valid.shape
+    position = torch.arange(length, device=valid.device)
     is_sink = torch.zeros_like(valid).scatter(1, sinks.expand(batch, -1), True) & valid
     code = (4 * position + 2 * is_sink + valid).int()
-    few = length <= FEW_QUERIES
-    return _Layout(valid & ~is_sink, code, None if few else _block_mask(code, length, window, causal, 0, sinks))
+    return _Layout(valid & ~is_sink, code, _block_mask(code, length, window, causal, 0, sinks))
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_layout(
+def _unpadded_layout(
     batch: int, length: int, window: int, sinks: int, causal: bool, device: torch.device, stream: int
 ) -> _Layout:
     """Return the layout of a sequence without padding: all layers of a model have the same, each stream its own."""
     with torch.inference_mode(False):  # it may be saved for a backward pass later on
-        if causal:
-            positions = torch.arange(min(sinks, length), device=device)[None]
-        elif sinks:
-            positions = end_positions(None, sinks, batch, length, device)
-        else:
-            positions = torch.empty(1, 0, dtype=torch.long, device=device)
-        return _layout(batch, length, window, positions, causal, device, None)
+        first = torch.arange(min(sinks, length), device=device)[None]
+        positions = first if causal else end_positions(None, sinks, batch, length, device)
+        return _layout(torch.ones(batch, length, dtype=torch.bool, device=device), window, positions, causal)
 
 
 def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[Tensor, State | None]:
@@ -194,8 +191,7 @@ def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[
         near_key = torch.cat([sinks.key.to(key.dtype), key], 2)
         near_value = torch.cat([sinks.value.to(value.dtype), value], 2)
         columns = torch.arange(call.sinks, device=code.device)[None]
-    few = length <= FEW_QUERIES
-    blocks = None if few else _block_mask(code, length, window, True, shift, columns)
+    blocks = _block_mask(code, length, window, True, shift, columns)
     total, top = _near(call, call.query, _Keys(near_key, near_value, code, blocks))
     old = key[:, :, :length], value[:, :, :length], is_far[:, :length]
     far, after = _far(call, call.query, call.log_mixing_weights(), top, *old)
@@ -271,11 +267,13 @@ def _visible(code: Tensor, window: int, causal: bool) -> Callable[..., Tensor]:
     return visible
 
 
-def _block_mask(code: Tensor, length: int, window: int, causal: bool, shift: int, sinks: Tensor) -> BlockMask:
-    """Return the blocks that hold windows or sinks: computed for blocks, never for pairs of tokens.
+def _block_mask(code: Tensor, length: int, window: int, causal: bool, shift: int, sinks: Tensor) -> BlockMask | None:
+    """Return the blocks that hold windows or sinks (None for few queries): computed for blocks, never for pairs.
 
     Tokens stand at column `position + shift`, sinks at the columns `[B | 1, s]`.
     """
+    if length <= FEW_QUERIES:
+        return None
     from torch.nn.attention.flex_attention import BlockMask
 
     count, device, ahead = code.shape[1], code.device, 0 if causal else window - 1

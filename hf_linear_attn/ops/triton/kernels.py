@@ -3,7 +3,7 @@
 A block has T tokens. Its features are in `M = parts · half` columns, `half` the width before the activation padded to a
 power of two: column j is number `j % half` of part `j // half`. The second part of a pair sees `-y`, so that one
 tensor holds both, from the product with the weight on: tensors that are joined, transposed or split afterwards made
-the compiler (3.6) produce wrong gradients. Features are float32, and rounded as factors of products (`factor`).
+the compiler (3.6) produce wrong gradients. Features are float32, and rounded as factors of products (`rounded`).
 
 Maps with weights or a log scale run by themselves: `map_tokens` stores the features, which the other kernels read
 as inputs "mapped", and `map_gradients` comes after the backward pass. Only a step of decoding computes them in place.
@@ -74,8 +74,8 @@ class MapArguments(NamedTuple):
 
 
 @triton.jit
-def factor(values, precision: tl.constexpr):
-    """Return values as a factor of a product: rounded to bfloat16 where that is the precision."""
+def rounded(values, precision: tl.constexpr):
+    """Return values as factors of a product: rounded to bfloat16 where that is the precision."""
     if precision == "bf16":
         values = values.to(tl.bfloat16)
     return values
@@ -85,7 +85,7 @@ def factor(values, precision: tl.constexpr):
 def dot(left, right, precision: tl.constexpr):
     """Multiply matrices in a precision; sums are float32."""
     if precision == "bf16":
-        result = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16))
+        result = tl.dot(rounded(left, precision), rounded(right, precision))
     else:
         result = tl.dot(left, right, input_precision=precision)
     return result
@@ -524,7 +524,7 @@ def attend_causal(
         real = unmasked(mask, mask_batch, batch, tokens, stop)
         values, _ = features(query, batch, head, heads, length, tokens, tokens < stop, query_map)
         below = tl.sum(values * weights[None, :], axis=1)
-        values = factor(values, key_map.precision)
+        values = rounded(values, key_map.precision)
         above = dot(values, total, key_map.precision)
         keys, scale = features(key, batch, head // repeats, groups, length, tokens, real, key_map)
         earlier = order[:, None] >= order[None, :]
@@ -539,14 +539,14 @@ def attend_causal(
             total, weights, top = total * change, weights * change, higher
             keys = keys * tl.exp(scale - finite(top))[:, None]
             weights += tl.sum(keys, axis=0)
-            keys = factor(keys, key_map.precision)
+            keys = rounded(keys, key_map.precision)
         else:
             weights += tl.sum(keys, axis=0)
-            keys = factor(keys, key_map.precision)
+            keys = rounded(keys, key_map.precision)
             pairs = dot(values, tl.trans(keys), key_map.precision)
         pairs = tl.where(earlier, pairs, 0.0)
         below += tl.sum(pairs, axis=1)
-        values_u = factor(load_rows(value, batch, head // repeats, tokens, real, columns), key_map.precision)
+        values_u = rounded(load_rows(value, batch, head // repeats, tokens, real, columns), key_map.precision)
         above += dot(pairs, values_u, key_map.precision)
         result = above / tl.where(below < floor, floor, below)[:, None]
         store_rows(out, batch, head, tokens, tokens < stop, columns, result)

@@ -16,6 +16,7 @@ from ..common import DENOMINATOR_EPS, State, readable
 from ..windowed import LARGEST_GAP
 from . import padded_features, power_of_two
 from .attention import launch, map_arguments, mask_bytes, on_device, rows
+from .backend import unsupported_sizes
 from .kernels import features, finite, load_state, store_state
 
 #: Keys of the ring that are read at once.
@@ -43,6 +44,17 @@ def attend_keys(keys, values, visible, query, scaling, top, total, mass):
     seen = tl.where(visible[:, None], values.to(tl.float32), 0.0)
     total = total * decay + tl.sum(weights[:, None] * seen, axis=0)
     return higher, total, mass * decay + tl.sum(weights, axis=0)
+
+
+@triton.jit
+def move_tokens(tokens, after, source, target, is_old, is_new, new, width, columns, writes):
+    """Load `[S, C]` of the rows `source`, with the new token at its row, and store them as the rows `target`."""
+    inside = (columns < width)[None, :]
+    moved = tl.load(tokens + source[:, None] * width + columns[None, :], mask=is_old[:, None] & inside, other=0.0)
+    moved = tl.where(is_new[:, None], new[None, :], moved)
+    mask = (is_old | is_new)[:, None] & inside & writes
+    tl.store(after + target[:, None] * width + columns[None, :], moved, mask=mask)
+    return moved
 
 
 @triton.jit
@@ -82,36 +94,25 @@ def step_window(
         slots = first + tl.arange(0, block)
         inside, source = slots < window, slots + real  # the ring moves on by one token
         is_old, is_new = inside & (source < window), inside & (source >= window)
-        at = (index * window + source)[:, None]
-        keys = tl.load(
-            oldest.data + at * query.width + dims[None, :], mask=is_old[:, None] & in_key[None, :], other=0.0
-        )
-        keys = tl.where(is_new[:, None], new_key[None, :], keys)
-        values = tl.load(
-            ring_value + at * value.width + columns[None, :], mask=is_old[:, None] & in_value[None, :], other=0.0
-        )
-        values = tl.where(is_new[:, None], new_value[None, :], values)
+        at, to = index * window + source, index * window + slots
+        keys = move_tokens(
+            oldest.data, next_key, at, to, is_old, is_new, new_key, query.width, dims, writes & first_tile
+        )  # fmt: skip
+        values = move_tokens(ring_value, next_value, at, to, is_old, is_new, new_value, value.width, columns, writes)
         visible = (tl.load(ring_mask + batch.to(tl.int64) * window + source, mask=is_old, other=0) != 0) | is_new
-        to = (index * window + slots)[:, None]
-        kept = inside[:, None] & writes
-        tl.store(next_key + to * query.width + dims[None, :], keys, mask=kept & in_key[None, :] & first_tile)
-        tl.store(next_value + to * value.width + columns[None, :], values, mask=kept & in_value[None, :])
         flags = tl.where(visible, 1, 0).to(tl.uint8)
         tl.store(next_mask + batch.to(tl.int64) * window + slots, flags, mask=inside & first_head)
         top, total, mass = attend_keys(keys, values, visible, row, scaling, top, total, mass)
     if sink_key is not None:
         order = tl.arange(0, sink_block)
-        exists, is_new = order < sinks, (order == before) & (real != 0)
-        at = (index * sinks + order)[:, None]
-        keys = tl.load(sink_key + at * query.width + dims[None, :], mask=exists[:, None] & in_key[None, :], other=0.0)
-        keys = tl.where(is_new[:, None], new_key[None, :], keys)
-        values = tl.load(
-            sink_value + at * value.width + columns[None, :], mask=exists[:, None] & in_value[None, :], other=0.0
-        )
-        values = tl.where(is_new[:, None], new_value[None, :], values)
-        kept = exists[:, None] & writes
-        tl.store(next_sink_key + at * query.width + dims[None, :], keys, mask=kept & in_key[None, :] & first_tile)
-        tl.store(next_sink_value + at * value.width + columns[None, :], values, mask=kept & in_value[None, :])
+        exists, at = order < sinks, index * sinks + order
+        is_new = exists & (order == before) & (real != 0)
+        keys = move_tokens(
+            sink_key, next_sink_key, at, at, exists, is_new, new_key, query.width, dims, writes & first_tile
+        )  # fmt: skip
+        values = move_tokens(
+            sink_value, next_sink_value, at, at, exists, is_new, new_value, value.width, columns, writes
+        )  # fmt: skip
         visible = exists & (order <= before - window)
         top, total, mass = attend_keys(keys, values, visible, row, scaling, top, total, mass)
     # The oldest key of the ring moves into the sums, unless it is a sink.
@@ -148,7 +149,7 @@ def step_window(
 
 def step(call: WindowedCall) -> tuple[Tensor, State] | None:
     """Compute one token after a state, `[B, H, 1, e]`, and the state after it. None where the state has other shapes,
-    and where the weights of the maps do not fit into shared memory.
+    and where the sizes or the weights of the maps do not fit.
 
     The call has no store, no int8 cache, no gradient, and a map of keys without a log scale.
     """
@@ -159,6 +160,8 @@ def step(call: WindowedCall) -> tuple[Tensor, State] | None:
     batch, heads, _, size = query.shape
     groups, value_size, window, sinks = key.shape[1], value.shape[3], call.window, call.sinks
     projected = any(fused.weight is not None for fused in call.fused)
+    if unsupported_sizes(call) is not None:
+        return None
     if projected and 4 * padded_features(call) * power_of_two(size) > shared_bytes(query.device):
         return None
     shapes: dict[str, tuple[int, ...]] = {
