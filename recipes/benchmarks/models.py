@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from hf_linear_attn import patch_model
@@ -14,6 +16,7 @@ from hf_linear_attn.measure.speed import DECODING, measure_decoding, measure_pas
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.study.prepare import seed_options
 from hf_linear_attn.study.variants import WITHOUT_ATTENTION
+from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.timing import sample_interleaved
@@ -24,12 +27,32 @@ from .workloads import BASELINE, FEW, Call, ratio, spread
 
 TOKENS = (7,)
 
+#: Variants of windows in decoders, beside the names of mechanisms: their options, and the share of exact heads.
+WINDOWS: dict[str, tuple[dict[str, Any], float]] = {
+    "window of 384": ({"window_size": 384}, 0.0),
+    "window of 256 with a store of 128": ({"window_size": 256, "store_size": 128}, 0.0),
+    "window of 384, 20 % of the heads exact": ({"window_size": 384}, 0.2),
+}
+
+
+def _with_windows(model: Any, name: str) -> Any:
+    """A copy of a decoder with one of `WINDOWS`; exact heads are drawn."""
+    options, share = WINDOWS[name]
+    config, grouped = model.config, getattr(model.config, "num_key_value_heads", None)
+    counts = config.num_hidden_layers, grouped or config.num_attention_heads
+    heads = pd.MultiIndex.from_product([range(count) for count in counts], names=["layer", "head"])
+    table = heads.to_frame(index=False).sample(frac=1, random_state=0)
+    chosen = ExactHeads.first_rows(table, round(share * len(table)), {"attention": "window", **options})
+    return patch_model(shared_copy(model), chosen.plan())
+
 
 def _patched(model: Any, names: Any, longest: int, seed: int) -> dict[str, Any]:
     """The exact model, copies of it with each mechanism, which share its weights, and one without attention."""
     causal = model.can_generate()
     models = {BASELINE: model, WITHOUT_ATTENTION: without_attention(model)}
-    for name in workloads.mechanism_names(names, causal):
+    if causal:
+        models |= {name: _with_windows(model, name) for name in names if name in WINDOWS}
+    for name in workloads.mechanism_names([name for name in names if name not in WINDOWS], causal):
         entry = ATTENTIONS.get(name)
         options = timing_options(entry, seed_options(entry, seed), longest_input(model), longest)
         models[name] = patch_model(shared_copy(model), name, **options)
@@ -42,6 +65,7 @@ def models(
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     passes: tuple[str, ...] = ("forward", "decoding"),
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
+    batches: tuple[int, ...] = (1,),
     seconds: float = 5.0,
     seed: int = 0,
     device: str = "cpu",
@@ -51,11 +75,12 @@ def models(
     `hf-linear-attn evaluate` measures a checkpoint in this way, with its quality.
 
     Args:
-        attention: Names of mechanisms.
+        attention: Names of mechanisms, and of decoders those of `WINDOWS`.
         shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2.
         dtypes: Names of torch dtypes.
         passes: forward, forward+backward, and of decoders prefill and decoding (one token after a context).
         lengths: Tokens of the row, or of the context.
+        batches: Numbers of rows.
         seconds: Time for each cell; at least three rounds are timed.
         seed: Of random weights and random features.
         device: A torch device.
@@ -68,13 +93,13 @@ def models(
             for done in passes:
                 if done in ("prefill", DECODING) and not model.can_generate():
                     continue
-                for length in sorted(lengths):
-                    facts = {"model": shape, "dtype": dtype, "pass": done, "length": length}
-                    yield Cell(facts, partial(_measure, all_models, done, length, seconds), settings)
+                for length, batch in product(sorted(lengths), batches):
+                    facts = {"model": shape, "dtype": dtype, "pass": done, "length": length, "batch": batch}
+                    yield Cell(facts, partial(_measure, all_models, done, length, batch, seconds), settings)
 
 
-def _measure(all_models: Mapping[str, Any], done: str, length: int, seconds: float) -> Rows:
-    options: dict[str, Any] = {"baseline": BASELINE, "seconds": seconds}
+def _measure(all_models: Mapping[str, Any], done: str, length: int, batch: int, seconds: float) -> Rows:
+    options: dict[str, Any] = {"baseline": BASELINE, "seconds": seconds, "batch_size": batch}
     if done == DECODING:  # without attention a model has no cache
         chosen = {name: model for name, model in all_models.items() if name != WITHOUT_ATTENTION}
         values = measure_decoding(chosen, TOKENS, length, **options)

@@ -75,13 +75,16 @@ def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny_shapes")
 def test_whole_models(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"attention": ("elu", "linformer"), "shapes": ("encoder", "decoder"), "lengths": (16, 32)}
-    rows = rows_of("models", tmp_path / "out", **options, dtypes=("float32",), seconds=0.001)
+    mixture = "window of 384, 20 % of the heads exact"
+    options: dict[str, Any] = {"attention": ("elu", "linformer", mixture), "shapes": ("encoder", "decoder")}
+    options |= {"lengths": (16, 32), "batches": (1, 2), "dtypes": ("float32",), "seconds": 0.001}
+    rows = rows_of("models", tmp_path / "out", **options)
     assert {(row["model"], row["pass"], row["attention"]) for row in rows} == {
         *(("encoder", "forward", name) for name in ("sdpa", "without attention", "elu", "linformer")),
-        *(("decoder", "forward", name) for name in ("sdpa", "without attention", "elu")),
-        *(("decoder", "decoding", name) for name in ("sdpa", "elu")),
+        *(("decoder", "forward", name) for name in ("sdpa", "without attention", "elu", mixture)),
+        *(("decoder", "decoding", name) for name in ("sdpa", "elu", mixture)),
     }
+    assert {row["batch"] for row in rows} == {1, 2}
     assert all(("bytes" in row) is (row["pass"] == "decoding") for row in rows)
 
 
