@@ -165,7 +165,7 @@ FeatureFunction = Callable[[Tensor, int], Features]
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of features and states: float32, or float64 for float64 inputs."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 #: Most tokens of a block. A matrix product adds them up one after the other, which rounds more than adding up blocks.

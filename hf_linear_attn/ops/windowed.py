@@ -491,17 +491,14 @@ def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[A
 def accumulate_bidirectional(call: WindowedCall, *, normalise: bool = False, sinks: Sinks | None = None) -> Accumulator:
     """Compute the bidirectional form as `accumulate_causal` does; what it returns at padding means nothing.
 
-    Sinks are keys only here: `attend_from_sinks` replaces the outputs of their own queries. A call may be a part of a
-    sequence: `call.state` then holds the sums over keys that are far from all of its tokens, and `sinks` are those of
-    the sequence, at positions relative to the first token of the part.
+    Sinks (`end_tokens`) are keys only here: `attend_from_sinks` replaces the outputs of their own queries. A call may
+    be a part of a sequence: `call.state` then holds the sums over keys that are far from all of its tokens, and `sinks`
+    are those of the sequence, at positions relative to the first token of the part.
     """
-    batch, _, length, _ = call.query.shape
-    positions = torch.arange(length, device=call.query.device)
+    positions = torch.arange(call.query.shape[2], device=call.query.device)
     valid = far = torch.ones_like(positions, dtype=torch.bool).unsqueeze(0) if call.mask is None else call.mask
     if sinks is not None:
         far = far & ~(sinks.position.unsqueeze(-1) == positions).any(dim=1)
-    elif (sinks := end_tokens(call)) is not None:
-        far = far.expand(batch, -1).scatter(1, sinks.position, False)
     masked = call.replace(query=mask_tokens(call.query, call.mask))
     blocked = _BlockedCall(masked, valid, far, sinks, normalise=normalise)
     carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
@@ -536,7 +533,8 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if call.causal:
         (out, _), state = accumulate_causal(call, normalise=True)
         return out, state
-    return attend_from_sinks(accumulate_bidirectional(call, normalise=True).values, call, end_tokens(call)), None
+    sinks = end_tokens(call)
+    return attend_from_sinks(accumulate_bidirectional(call, normalise=True, sinks=sinks).values, call, sinks), None
 
 
 def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
