@@ -189,6 +189,18 @@ def short_inputs_table() -> str:
     return f"{results.machine}.\n\n{to_markdown(table.assign(**{'pass': table['pass'].map(titles)}), text_columns=2)}"
 
 
+def tokens_table() -> str:
+    """The time of a token of a decoder with windows over that of the exact model, by what the cache holds."""
+    results = Results.read("tokens.json")
+    rows = results.rows[results.rows["attention"] != SDPA]
+    cells = (1 / rows["speedup.median"]).map("{:.2f}".format)
+    rows = rows.assign(cell=cells, context=rows["length"].map("{:,} tokens".format), attention=rows["attention"])
+    keys = ["attention", "batch"]
+    table = rows.pivot(index=keys, columns="context", values="cell")[rows["context"].unique()]
+    table = table.loc[[*rows[keys].drop_duplicates().sort_values("batch", kind="stable").itertuples(index=False)]]
+    return f"{results.machine}.\n\n{to_markdown(table.rename_axis(columns=None).reset_index())}"
+
+
 def compiled_table() -> str:
     """Eager and compiled time of a forward pass and of a token, exact and linear."""
     results = Results.read("compiled.json")
@@ -581,6 +593,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals-gemma": partial(rivals_table, "rivals-gemma", (*RIVALS_ROWS, "converted"), RIVALS_COLUMNS),
     "rivals-short": partial(rivals_table, "rivals", RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,
+    "tokens": tokens_table,
     "sentence-encoder": sentence_encoder_tables,
     "smollm2": partial(smollm2_table, SMOLLM2_ROWS, ("variant", "perplexity", "recall")),
     "smollm2-controls": smollm2_table,
