@@ -419,6 +419,9 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
     `load_task`, and a ValueError for a label that is not in the training rows.
     """
     if data.task is not None:
+        for name, default in (("text_columns", ("text",)), ("label_column", "label")):
+            if getattr(data, name) != default:
+                raise OptionError(f"data.{name}", f"is for your own data: {data.task!r} has its columns. Leave it out.")
         return TASKS.get(data.task), load_task(data.task, folder=data.folder, revision=data.revision)
     if len(data.text_columns) not in (1, 2):
         listed = ", ".join(data.text_columns) or "none"

@@ -91,8 +91,12 @@ class ExactModel:
         cls, source: Any, kind: str, name: str, tokenizer: Any = None, device: str = "cpu", task: str = ""
     ) -> ExactModel:
         """Read the weights and, where none is given, the tokenizer (see `load_exact`)."""
+        chosen = torch_device(device)
+        if isinstance(source, PreTrainedModel) and chosen.type not in ("cpu", source.device.type):
+            remedy = f"Move it with model.to({device!r}), and leave this option out"
+            raise OptionError("device", f"{device!r}, but the loaded model is on {source.device}. {remedy}.")
         tokenizer = tokenizer or read_tokenizer(str(getattr(source, "name_or_path", source)))
-        model = load_exact(source, kind, torch_device(device), task=task)
+        model = load_exact(source, kind, chosen, task=task)
         machine = environment(model.device)
         backend = get_backend()
         if backend == "auto":  # the one that serves kernelized attention where it can; some calls fall back to torch

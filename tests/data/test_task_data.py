@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,3 +190,9 @@ def test_text_columns_that_cannot_be_read_are_errors(tmp_path):
     for columns in ((), ("a", "b", "c")):
         with pytest.raises(OptionError, match=r"data.text_columns: must be one column, or two for pairs, got"):
             load_labelled(DataConfig(dataset="not read", text_columns=columns))
+
+
+@pytest.mark.parametrize("option", [{"text_columns": ("sentence",)}, {"label_column": "score"}])
+def test_columns_of_a_task_cannot_be_renamed(option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="is for your own data: 'sst2' has its columns"):
+        load_labelled(DataConfig(task="sst2", **option))

@@ -163,6 +163,8 @@ def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
         evaluate(model, documents, tokenizer=tiny_tokenizer(), lenght=16)
     with pytest.raises(TypeError, match=r"speed has no option 'lenghts'. It has backward, .*, lengths"):
         evaluate(model, documents, tokenizer=tiny_tokenizer(), speed={"lenghts": [16]})
+    with pytest.raises(ValueError, match=r"device.*'meta', but the loaded model is on cpu.*model\.to\('meta'\)"):
+        evaluate(model, documents, tokenizer=tiny_tokenizer(), device="meta")
 
 
 def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) -> None:
