@@ -494,7 +494,8 @@ class Rivals:
                     row |= _compare(texts[variant], texts[EXACT])
                 scores = measured[measured["metric"] == "scores"].groupby("task", sort=False)["value"].sum()  # of lists
                 row["recall"] = {
-                    task: {"score": sum(one) / len(one), "prompts": len(one)} for task, one in scores.items()
+                    task: {"score": sum(one) / len(one), "prompts": len(one), "scores": one}
+                    for task, one in scores.items()
                 }
                 rows.append(row)
         return rows
