@@ -563,14 +563,15 @@ def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
     lengths = sorted({row["length"] for row in rows if "bytes" in row})
     tasks = list(dict.fromkeys(task for row in rows for task in row["recall"]))
     with matplotlib.rc_context(STYLE):
-        figure, grid = new_figure(3.2 * max(len(lengths), 1), max(len(lengths), 1), 1 + len(tasks), squeeze=False)
+        figure, grid = new_figure(4.2 * max(len(lengths), 1), max(len(lengths), 1), 1 + len(tasks), squeeze=False)
+        points: list[tuple[Any, float, float, str]] = []
         for panels, length in zip(grid, lengths, strict=False):
             measured = {row["variant"]: row for row in rows if row["length"] == length and "bytes" in row}
             for name, row in measured.items():
                 share, loss = 100 * row["bytes"] / measured[EXACT]["bytes"], row["loss"] - measured[EXACT]["loss"]
                 style = {"marker": "o" if name in (EXACT, *QUANTIZED) or name.rsplit("-", 1)[0] in PRESSES else "^"}
                 panels[0].plot([share], [loss], color="black", markersize=4, **style)
-                panels[0].annotate(name, (share, loss), xytext=(3, 3), textcoords="offset points", fontsize=6)
+                points.append((panels[0], share, loss, name))
                 for axes, task in zip(panels[1:], tasks, strict=True):
                     if task not in row["recall"]:
                         continue
@@ -578,13 +579,30 @@ def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
                     low, high = wilson_interval(score, count)
                     errors = [[100 * (score - low)], [100 * (high - score)]]
                     axes.errorbar([share], [100 * score], errors, color="black", markersize=4, linewidth=0.6, **style)
-                    axes.annotate(name, (share, 100 * score), xytext=(3, 3), textcoords="offset points", fontsize=6)
+                    points.append((axes, share, 100 * score, name))
             panels[0].set(title=f"Loss after {length:,} tokens", ylabel="nats beyond exact")
             for axes, task in zip(panels[1:], tasks, strict=True):
                 axes.set(title=f"Recall after {length:,} tokens", ylabel=f"{task}, %")
             for axes in panels:
-                axes.set(xlabel="cache, % of exact in float32", xlim=(0, 120))
+                axes.set(xlabel="cache, % of exact in float32", xlim=(0, 130))
+        figure.draw_without_rendering()  # sets the places of all panels
+        for axes in grid.flat:
+            write_names(axes, [point[1:] for point in points if point[0] is axes])
         return png(figure)
+
+
+def write_names(axes: Any, points: Sequence[tuple[float, float, str]], width: float = 75, height: float = 7) -> None:
+    """Write names beside points `(x, y, name)`, each above the ones below it: `width` and `height` are a name's."""
+    written: list[tuple[float, float]] = []
+    for x, y, name in sorted(points, key=lambda point: point[1]):
+        left, bottom = axes.transData.transform((x, y)) * 72 / axes.figure.dpi
+        above = bottom - height / 3
+        for other_left, other in written:
+            if abs(other_left - left) < width and other - height < above < other + height:
+                above = other + height
+        written = sorted([*written, (left, above)], key=lambda one: one[1])
+        line = {"arrowstyle": "-", "linewidth": 0.4} if above - bottom > height else None
+        axes.annotate(name, (x, y), (7, above - bottom), textcoords="offset points", fontsize=6, arrowprops=line)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
