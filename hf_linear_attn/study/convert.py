@@ -120,7 +120,7 @@ def _execute(config: Any, console: Console | None, train: Callable[[TrainingRun]
             # A run that fails before it has trained anything leaves no folder.
             with open_output(run.folder, (LOG_FILE,)) if run.is_main_process else nullcontext():
                 run.process.wait_for_everyone()
-                run.data = _load_data(run)
+                run.use_data(_load_data(run))
                 facts = train(run)
                 times = {"format_version": 2, "created": utc_now()}
                 results = {**times, "config": to_dict(config), **facts, "stages": run.state}

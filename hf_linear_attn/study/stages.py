@@ -207,6 +207,16 @@ class TrainingRun:
         settings = {name: value for name, value in options.items() if name not in FREE_OPTIONS}
         return Conditions(str(self.config.model), measurement=stage, seed=self.config.seed, settings=settings)
 
+    def use_data(self, data: TaskData) -> None:
+        """Set the data of the task; a ValueError if a resumed run began with other numbers of rows or tokens."""
+        self.data, self._data_facts = data, dict(data.facts)
+        before = self.state.get("processes", {}).get("data") or self._data_facts
+        changed = sorted(name for name in {*before, *data.facts} if before.get(name) != data.facts.get(name))
+        if changed:
+            changes = "; ".join(f"{name} was {before.get(name)}, now {data.facts.get(name)}" for name in changed[:3])
+            remedy = "Give those, or another output folder."
+            raise ValueError(f"resume: {str(self.folder)!r} was begun with other data ({changes}). {remedy}")
+
     def prepare_folder(self) -> None:
         """Write the options, in place of an earlier result that the run replaces. Called before anything is written."""
         if self.is_main_process and not self._is_prepared:
@@ -215,7 +225,7 @@ class TrainingRun:
             for folder in (self.folder, *(self.folder / name for name in ("checkpoints", STUDY_FOLDER))):
                 remove_partial_files(folder)
         if not self._is_prepared and "processes" not in self.state:
-            self.record("processes", {"processes": self.process.num_processes})
+            self.record("processes", {"processes": self.process.num_processes, "data": self._data_facts})
         self._is_prepared = True
         self.process.wait_for_everyone()
 

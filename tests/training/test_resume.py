@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,20 @@ def test_another_number_of_processes_does_not_resume(
     with pytest.raises(ValueError, match=r"was begun with 1 processes, now 2\. .*: resume it with 1"):
         convert(convert_config(*paths, resume=True), console=quiet())
     assert {path: path.read_bytes() for path in paths[2].rglob("*") if path.is_file()} == before
+
+
+def test_other_data_do_not_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Path(shutil.copytree(folder / "task", tmp_path / "task"))
+    paths = (folder / "encoder", task, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        at_step(patch, "distill", 3, kill)
+        with pytest.raises(Killed):
+            convert(convert_config(*paths), console=quiet())
+    file = next(path for path in sorted(task.iterdir()) if path.stem == "train")
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"was begun with other data \(.*train_rows was \d+, now \d+"):
+        convert(convert_config(*paths, resume=True), console=quiet())
 
 
 def test_the_number_of_worker_processes_changes_nothing(folder: Path, tmp_path: Path) -> None:
