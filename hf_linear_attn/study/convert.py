@@ -234,11 +234,11 @@ def _tokenizer(run: TrainingRun) -> Any:
     folder = run.folder / "tokenizer"
     run.prepare_folder()
     if run.is_main_process and not folder.exists():
-        column = config.data.text_columns[0]
+        columns = config.data.text_columns
         with run.working("training a tokenizer"):
-            rows = load_splits(config.data, (column,))["train"]
-            longest = models.longest_row(config)[0]
-            tokenizer = models.train_tokenizer(iter(rows[column]), config.train_tokenizer, longest)
+            rows = load_splits(config.data, columns)["train"]
+            texts = (text for column in columns for text in rows[column])
+            tokenizer = models.train_tokenizer(texts, config.train_tokenizer, models.longest_row(config)[0])
         with atomic_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
     run.process.wait_for_everyone()

@@ -178,6 +178,7 @@ class TrainingRun:
         if (before := self.state.get("processes", {}).get("processes", count)) != count:
             remedy = f"Batches would have another size: resume it with {before}."
             raise ValueError(f"resume: {str(self.folder)!r} was begun with {before} processes, now {count}. {remedy}")
+        self._data_facts: dict[str, int] = {}
         self.doing = "between two stages"
         self._spoke = time.monotonic()
         self._is_prepared = False
@@ -224,7 +225,7 @@ class TrainingRun:
                 clear_folder(self.folder)
             for folder in (self.folder, *(self.folder / name for name in ("checkpoints", STUDY_FOLDER))):
                 remove_partial_files(folder)
-        if not self._is_prepared and "processes" not in self.state:
+        if self._data_facts and "processes" not in self.state:
             self.record("processes", {"processes": self.process.num_processes, "data": self._data_facts})
         self._is_prepared = True
         self.process.wait_for_everyone()
