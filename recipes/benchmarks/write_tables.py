@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -453,14 +454,17 @@ def sentence_encoder_tables() -> str:
 # Long inputs
 
 
-def beyond_length_table() -> str:
+def beyond_length_table(key: str = "rows", edges: Sequence[int] = (0, 8192, 12288, 16384)) -> str:
     """Loss by position beyond the length of training, the mean over the texts: a row for each rotation."""
-    rows = pd.json_normalize(read_json("beyond-length.json")["rows"]).set_index(["model", "rotation"])
+    rows = pd.json_normalize(read_json("beyond-length.json")[key]).set_index(["model", "rotation"])
     loss = rows.filter(like="loss.").groupby(level=[0, 1], sort=False).mean()
-    within = (loss["loss.0-1024"] + 3 * loss["loss.1024-4096"] + 4 * loss["loss.4096-8192"]) / 8  # by their tokens
-    later = {"8,192 to 12,288": loss["loss.8192-12288"], "12,288 to 16,384": loss["loss.12288-16384"]}
-    table = pd.DataFrame({"0 to 8,192": within, **later})
-    return to_markdown(table.map("{:.2f}".format).reset_index(), text_columns=2)
+    spans = {column: tuple(map(int, column.removeprefix("loss.").split("-"))) for column in loss}
+    columns = {}
+    for first, last in pairwise(edges):
+        inside = {column: stop - start for column, (start, stop) in spans.items() if first <= start and stop <= last}
+        total = sum(size * loss[column] for column, size in inside.items())
+        columns[f"{first:,} to {last:,}"] = total / sum(inside.values())
+    return to_markdown(pd.DataFrame(columns).map("{:.2f}".format).reset_index(), text_columns=2)
 
 
 def proteins_table(strata: Sequence[str] = ("> 1,024", "> 2,048")) -> str:
@@ -573,6 +577,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmark": speed_table,
     "benchmark-forward": attention_tables,
     "beyond-length": beyond_length_table,
+    "beyond-length-32768": partial(beyond_length_table, "rows of 32,768 tokens", (0, 8192, 16384, 24576, 32768)),
     "budgets": budgets_table,
     "compiled": compiled_table,
     "conversion": partial(glue_table, stages=("distilled",)),
