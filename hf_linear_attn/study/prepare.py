@@ -92,9 +92,10 @@ class ExactModel:
     ) -> ExactModel:
         """Read the weights and, where none is given, the tokenizer (see `load_exact`)."""
         chosen = torch_device(device)
-        if isinstance(source, PreTrainedModel) and chosen.type not in ("cpu", source.device.type):
+        own = source.device if isinstance(source, PreTrainedModel) else chosen
+        if device != "cpu" and chosen not in (own, torch.device(own.type)):
             remedy = f"Move it with model.to({device!r}), and leave this option out"
-            raise OptionError("device", f"{device!r}, but the loaded model is on {source.device}. {remedy}.")
+            raise OptionError("device", f"{device!r}, but the loaded model is on {own}. {remedy}.")
         tokenizer = tokenizer or read_tokenizer(str(getattr(source, "name_or_path", source)))
         model = load_exact(source, kind, chosen, task=task)
         machine = environment(model.device)

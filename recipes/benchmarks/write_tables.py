@@ -195,7 +195,7 @@ def tokens_table() -> str:
     results = Results.read("tokens.json")
     rows = results.rows[results.rows["attention"] != SDPA]
     cells = (1 / rows["speedup.median"]).map("{:.2f}".format)
-    rows = rows.assign(cell=cells, context=rows["length"].map("{:,} tokens".format), attention=rows["attention"])
+    rows = rows.assign(cell=cells, context=rows["length"].map("{:,} tokens".format))
     keys = ["attention", "batch"]
     table = rows.pivot(index=keys, columns="context", values="cell")[rows["context"].unique()]
     table = table.loc[[*rows[keys].drop_duplicates().sort_values("batch", kind="stable").itertuples(index=False)]]
