@@ -585,7 +585,7 @@ def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
                 axes.set(title=f"Recall after {length:,} tokens", ylabel=f"{task}, %")
             for axes in panels:
                 axes.set(xlabel="cache, % of exact in float32", xlim=(0, 130))
-        figure.draw_without_rendering()  # sets the places of all panels
+        figure.draw_without_rendering()  # fixes the layout of the panels
         for axes in grid.flat:
             write_names(axes, [point[1:] for point in points if point[0] is axes])
         return png(figure)

@@ -91,13 +91,8 @@ class ExactModel:
         cls, source: Any, kind: str, name: str, tokenizer: Any = None, device: str = "cpu", task: str = ""
     ) -> ExactModel:
         """Read the weights and, where none is given, the tokenizer (see `load_exact`)."""
-        chosen = torch_device(device)
-        own = source.device if isinstance(source, PreTrainedModel) else chosen
-        if device != "cpu" and chosen not in (own, torch.device(own.type)):
-            remedy = f"Move it with model.to({device!r}), and leave this option out"
-            raise OptionError("device", f"{device!r}, but the loaded model is on {own}. {remedy}.")
         tokenizer = tokenizer or read_tokenizer(str(getattr(source, "name_or_path", source)))
-        model = load_exact(source, kind, chosen, task=task)
+        model = load_exact(source, kind, torch_device(device), task=task)
         machine = environment(model.device)
         backend = get_backend()
         if backend == "auto":  # the one that serves kernelized attention where it can; some calls fall back to torch
@@ -217,9 +212,14 @@ def load_exact(source: Any, kind: str, device: torch.device, *, task: str = "") 
 
     Raises:
         OSError: It cannot be loaded.
-        ValueError: Weights are missing, or its attention cannot be replaced.
+        ValueError: Weights are missing, its attention cannot be replaced, or a loaded model is on another device (not
+            the CPU, which is the default).
     """
     if isinstance(source, PreTrainedModel):
+        own, name = source.device, str(device)
+        if device.type != "cpu" and device not in (own, torch.device(own.type)):
+            remedy = f"Move it with model.to({name!r}), and leave this option out"
+            raise OptionError("device", f"{name!r}, but the loaded model is on {own}. {remedy}.")
         return shared_copy(source)  # whose mode may change
     auto_class = getattr(transformers, KINDS[kind])
     precision = {"dtype": torch.float32} if kind == "classifier" else {}

@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -131,6 +131,13 @@ def format_metrics(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> str:
+    """Return the first three differences of two mappings as text, but for free keys; empty if there are none."""
+    differ = (key for key in {*before, *now} if before.get(key) != now.get(key))
+    changed = sorted(key for key in differ if key not in free)
+    return "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
+
+
 class TrainingRun:
     """One run in its folder: a study in `study/`, and `log.jsonl`, `model/` and `results.json` beside it.
 
@@ -193,10 +200,7 @@ class TrainingRun:
         records = Records(path if config.resume and path.is_file() else None)
         if records.runs:
             before, now = (flatten(values) for values in (list(records.runs.values())[-1].settings, to_dict(config)))
-            differ = (key for key in {*before, *now} if before.get(key) != now.get(key))
-            changed = sorted(key for key in differ if key not in FREE_OPTIONS)
-            if changed:
-                changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
+            if changes := _changes(before, now, FREE_OPTIONS):
                 remedy = "Use the same options, with the same version of hf-linear-attn."
                 raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
         records.path = path if self.is_main_process else None
@@ -210,11 +214,9 @@ class TrainingRun:
 
     def use_data(self, data: TaskData) -> None:
         """Set the data of the task; a ValueError if a resumed run began with other numbers of rows or tokens."""
-        self.data, self._data_facts = data, dict(data.facts)
-        before = self.state.get("processes", {}).get("data") or self._data_facts
-        changed = sorted(name for name in {*before, *data.facts} if before.get(name) != data.facts.get(name))
-        if changed:
-            changes = "; ".join(f"{name} was {before.get(name)}, now {data.facts.get(name)}" for name in changed[:3])
+        self.data, self._data_facts = data, data.facts
+        before = self.state.get("processes", {}).get("data")
+        if before and (changes := _changes(before, data.facts)):
             remedy = "Give those, or another output folder."
             raise ValueError(f"resume: {str(self.folder)!r} was begun with other data ({changes}). {remedy}")
 
