@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..mechanisms.base import AttentionInputs
 from ..ops.common import State
-from .cache import LinearStateLayer, refuse_static_cache, self_attention_cache, state_layer
+from .cache import LinearStateLayer, self_attention_cache, state_layer
 from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
 from .discovery import Direction, config_value, declared_direction
 from .exact import attention_weights_requested, run_exact
@@ -260,9 +260,7 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if cache is None or index is None:
         return
     context = layer_context(module)
-    if SUBMODULE not in module._modules or (context is not None and context.runs_exactly):
-        refuse_static_cache(cache, index)
-    else:
+    if SUBMODULE in module._modules and not (context is not None and context.runs_exactly):
         packed = kwargs.get(BOUNDARIES) is not None or forward_context.packed_run() is not None
         state_layer(cache, index).expect_update(packed)
 

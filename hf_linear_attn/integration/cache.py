@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from ..mechanisms.base import AttentionInputs
 from ..ops.common import InPlaceState, State, compute_dtype
@@ -264,10 +272,25 @@ def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
     return layer
 
 
-def refuse_static_cache(cache: Cache, layer_index: int) -> None:
-    """Raise where an exact layer of a mixture would use a preallocated cache, which does not know its own length."""
-    if layer_index < len(cache.layers) and isinstance(cache.layers[layer_index], StaticLayer):
-        raise NotImplementedError(
-            "A static cache cannot serve a mixture of exact and linear layers. Use the default (dynamic) cache: leave "
-            "out cache_implementation."
-        )
+def replace_static_layers(cache: Cache) -> None:
+    """Replace the preallocated layers of an empty cache, whose length only tensors know, by ones that grow.
+
+    Those of linear layers become states later on; those of the exact layers of a mixture remain.
+    """
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, StaticLayer):
+            continue
+        if layer.is_initialized and int(layer.get_seq_length()):
+            raise ValueError(
+                f"Layer {index} of this static cache has tokens of an exact model, which linear attention cannot "
+                "continue. Start with a new cache."
+            )
+        if type(layer) is StaticLayer:
+            cache.layers[index] = DynamicLayer()
+        elif type(layer) is StaticSlidingWindowLayer:
+            cache.layers[index] = DynamicSlidingWindowLayer(layer.max_cache_len)
+        else:
+            raise NotImplementedError(
+                f"A {type(layer).__name__} (layer {index} of this static cache) cannot be part of a patched model's "
+                "cache. Leave out cache_implementation."
+            )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import source_guards
-from .cache import FILLED_CACHE, self_attention_cache
+from .cache import FILLED_CACHE, replace_static_layers, self_attention_cache
 from .context import ModelRun, forward_context
 from .discovery import AttentionLayer
 from .models import model_around, parent_names
@@ -161,6 +161,8 @@ def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     positional = dict(zip(context.arguments, args, strict=False))
     inputs = {**positional, **kwargs}
     tokens = _tokens(inputs)
+    if (cache := self_attention_cache(inputs.values())) is not None:
+        replace_static_layers(cache)
     if not compiling:
         _check_cache_and_length(module, context, inputs, tokens)
     boundaries = inputs.get(BOUNDARIES)

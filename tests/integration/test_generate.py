@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, StaticCache
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_linear_attn as hla
@@ -120,10 +121,35 @@ def test_cache_implementations(family, implementation):
 
 
 @EITHER
-def test_a_static_cache_for_a_mixture_is_refused(family):
+def test_a_static_cache_for_a_mixture(family):
+    """Its exact layers grow as in a dynamic cache, with padding too."""
     model = hla.patch_model(family.build(), {"default": "hedgehog", "0": "softmax"})
-    with pytest.raises(NotImplementedError, match=r"static cache cannot serve a mixture.*leave out"):
-        generate(model, token_ids(1, 7), cache_implementation="static", disable_compile=True)
+    batch = padded_batch([*token_ids(2, 7), token_ids(1, 4)[0]], "left")
+    ids, mask = batch["input_ids"], {"attention_mask": batch["attention_mask"]}
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(generate(model, ids, **mask, **static), generate(model, ids, **mask))
+    cache = StaticCache(model.config, max_cache_len=24)
+    assert_close(logits(model, token_ids(2, 7), past_key_values=cache), logits(model, token_ids(2, 7)))
+    assert type(cache.layers[0]) is DynamicLayer
+    assert cache.get_seq_length() == 7
+
+
+@EITHER
+def test_a_filled_static_cache_of_the_exact_model_is_refused(family):
+    model = family.build().eval()
+    cache = StaticCache(model.config, max_cache_len=24)
+    logits(model, token_ids(1, 7), past_key_values=cache)
+    hla.patch_model(model, {"default": "hedgehog", "0": "softmax"})
+    with pytest.raises(ValueError, match="has tokens of an exact model"):
+        logits(model, token_ids(1, 1), past_key_values=cache)
+
+
+def test_a_static_cache_with_layers_of_a_sliding_window():
+    kinds = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    windows = {"sliding_window": 6, "num_key_value_heads": 2, **kinds}
+    model, ids = hla.patch_model(tiny_model("qwen2", AutoModelForCausalLM, **windows), "hedgehog"), token_ids(2, 9)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(generate(model, ids, **static), generate(model, ids, use_cache=False))
 
 
 @EITHER
