@@ -111,9 +111,13 @@ def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
     if not mask.is_floating_point():
         return mask != 0
     blocked = mask <= BLOCKED
-    if not torch.compiler.is_compiling() and not bool((blocked | (mask == 0)).all()):
-        raise NotImplementedError(
-            f"The attention mask of {layer} has values other than 0 and a very negative number. An additive bias "
-            "cannot be expressed by linear attention: give the layer 'softmax', or pass a boolean mask."
-        )
+    is_mask = (blocked | (mask == 0)).all()
+    text = (
+        f"The attention mask of {layer} has values other than 0 and a very negative number. An additive bias "
+        "cannot be expressed by linear attention: give the layer 'softmax', or pass a boolean mask."
+    )
+    if torch.compiler.is_compiling():
+        torch._assert_async(is_mask, text)
+    elif not bool(is_mask):
+        raise NotImplementedError(text)
     return ~blocked

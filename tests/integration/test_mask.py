@@ -139,6 +139,15 @@ def test_an_additive_bias_is_refused(family):
         patched("hedgehog", family)(token_ids(2, LENGTH), attention_mask=bias, **no_cache(family))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_model_refuses_an_additive_bias_too():
+    model, mask = torch.compile(patched("hedgehog", LLAMA)), additive(random_mask())
+    model(token_ids(2, LENGTH), attention_mask=mask, use_cache=False)
+    mask[..., 3] = -1.5
+    with pytest.raises(RuntimeError, match="An additive bias cannot be expressed by linear attention"):
+        model(token_ids(2, LENGTH), attention_mask=mask, use_cache=False)
+
+
 @pytest.mark.parametrize(("name", "family"), [case for case in pairs(True) if case.values[1].causal])
 def test_a_prefix_mask_is_honoured(name, family):
     model, ids = patched(name, family), token_ids(1, LENGTH)
