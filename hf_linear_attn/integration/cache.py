@@ -66,6 +66,8 @@ class LinearStateLayer(CacheLayerMixin):
         self.record_past = False
         self._expects_update = False
         self._packed = False
+        #: Whether an earlier call had a padding mask, or may have had one.
+        self.has_mask = False
         #: Whether an autograd graph may refer to the state, which then must not be written over.
         self._in_graph = False
         #: The calls since recording began, each with the state before it.
@@ -120,6 +122,15 @@ class LinearStateLayer(CacheLayerMixin):
         self.state, self._in_graph = state, in_graph
         self.tokens += inputs.key.shape[2]
 
+    def check_hidden(self, mask: Tensor) -> None:
+        """Raise where a mask `[B, tokens]` hides tokens that the state has summed up, as it came without a mask."""
+        if self.tokens and not self.has_mask and not torch.compiler.is_compiling() and not bool(mask.all()):
+            raise ValueError(
+                "The attention mask hides tokens of the cache, which a recurrent state cannot leave out again. Pass "
+                "the mask from the first call on."
+            )
+        self.has_mask = True
+
     def skip_tokens(self, count: int) -> None:
         """Count the tokens of a bidirectional pass, which leaves no state and must be the first."""
         if self.tokens:
@@ -171,7 +182,7 @@ class LinearStateLayer(CacheLayerMixin):
         return self.tokens + length, 0
 
     def reset(self) -> None:
-        self.state, self.tokens, self._in_graph, self._packed = None, 0, False, False
+        self.state, self.tokens, self._in_graph, self._packed, self.has_mask = None, 0, False, False, False
         self._record, self._replay = [], None
 
     def activate_past_recording(self) -> None:

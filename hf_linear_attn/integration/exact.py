@@ -153,19 +153,25 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     if mask is not None and mask.dim() == 2:
         seen = 0 if call.context.causal is None else keys - length
         check_length(mask, seen, keys - seen)
-    if implementation.startswith("flash") or (mask is not None and mask.dim() == 4):
+    is_4d = mask is not None and mask.dim() == 4
+    if "flash" in implementation and is_4d:  # the pattern of a window, say: flash attention takes padding only
+        capped = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
+        implementation = "eager" if capped else "sdpa"
+    is_additive = implementation != "sdpa" and "flash" not in implementation
+    if "flash" in implementation or is_4d:
         full: Tensor | None = mask
-    elif causal and length > 1 and (mask is not None or length != keys or implementation == "eager"):
+    elif causal and length > 1 and (mask is not None or length != keys or is_additive):
         full = AttentionInputs(query, key, value, call.scaling, causal, mask).visible()
     else:
         full = None if mask is None else mask[:, None, None, :].expand(-1, 1, length, -1)
-    if implementation == "eager":
-        if full is not None and full.dtype == torch.bool:
+    if is_additive and full is not None:
+        if full.dtype == torch.bool:
             zeros = torch.zeros(full.shape, dtype=query.dtype, device=query.device)
             full = zeros.masked_fill(~full, torch.finfo(query.dtype).min)
-        function: Any = eager_function(call.module)
-    else:
-        function = ALL_ATTENTION_FUNCTIONS[implementation]
+        full = full.expand(query.shape[0], -1, -1, -1)
+    function: Any = (
+        eager_function(call.module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    )
     is_causal = call.is_causal
     if is_causal is None and full is None and causal != getattr(call.module, "is_causal", True):
         is_causal = causal  # The exact function would go by the module's flag.

@@ -219,6 +219,7 @@ def is_untrained(model: PreTrainedModel) -> bool:
     for index, config in installed_layers(model).items():
         mechanism = getattr(layers[index].module, SUBMODULE)
         built = _build(model, layers[index], config, mechanism.shape).state_dict()
-        if not all(torch.equal(tensor.cpu(), built[name].cpu()) for name, tensor in mechanism.state_dict().items()):
+        own = {name: tensor for name, tensor in mechanism.state_dict().items() if name not in mechanism.tied_parameters}
+        if not all(torch.equal(tensor.cpu(), built[name].cpu()) for name, tensor in own.items()):
             return False
     return True

@@ -20,8 +20,9 @@ MaskFunction = Callable[..., Any]
 
 SIMPLE_PATTERNS = (causal_mask_function, bidirectional_mask_function)
 
-#: An additive mask blocks a key from here down: `exp` of it is 0 in every dtype. (Older models write -10,000.)
-BLOCKED = -1e4
+#: An additive mask blocks a key from here down: `exp` of it is 0 in every dtype. (Older models write -10,000, which is
+#: this in bfloat16.)
+BLOCKED = -9_984.0
 
 
 def linear_attention_mask(**arguments: Any) -> Tensor | None:
@@ -104,20 +105,23 @@ def check_length(mask: Tensor, seen: Any, new: Any) -> None:
 def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
     """Return a boolean, integer or additive mask `[B | 1, H | 1, L, S]` as booleans, True where a query sees a key.
 
-    A NotImplementedError if it is an additive bias, which holds anything but 0 and a very negative number.
+    A NotImplementedError if it is an additive bias, which holds anything but 0 and a very negative number; or integers
+    other than 0 and 1.
     """
     if mask.dtype == torch.bool:
         return mask
-    if not mask.is_floating_point():
-        return mask != 0
-    blocked = mask <= BLOCKED
-    is_mask = (blocked | (mask == 0)).all()
+    if mask.is_floating_point():
+        visible, known = mask > BLOCKED, "0 and a very negative number"
+        is_mask = (~visible | (mask == 0)).all()
+    else:
+        visible, known = mask != 0, "0 and 1"
+        is_mask = (mask == visible).all()
     text = (
-        f"The attention mask of {layer} has values other than 0 and a very negative number. An additive bias "
-        "cannot be expressed by linear attention: give the layer 'softmax', or pass a boolean mask."
+        f"The attention mask of {layer} has values other than {known}. An additive bias cannot be expressed by linear "
+        "attention: give the layer 'softmax', or pass a boolean mask."
     )
     if torch.compiler.is_compiling():
         torch._assert_async(is_mask, text)
     elif not bool(is_mask):
         raise NotImplementedError(text)
-    return ~blocked
+    return visible

@@ -105,7 +105,7 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
         layer: Any = state_layer(cache, index) if index in linear else cache.layers[index]
         if isinstance(layer, LinearStateLayer):
             layer.lazy_initialization(keys, values)
-            layer.state, layer.tokens = entries, tokens
+            layer.state, layer.tokens, layer.has_mask = entries, tokens, True
         else:
             layer.update(keys, values)
             if layer.is_sliding:
@@ -114,7 +114,8 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
 
 
 def _linear_layers(model: PreTrainedModel) -> set[int]:
-    return {int(module.layer_idx) for module in attention_modules(model)}  # type: ignore[arg-type]
+    modules: Any = attention_modules(model)
+    return {int(module.layer_idx) for module in modules if getattr(module, SUBMODULE).shape.causal}
 
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.masking_utils import eager_mask
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules, layer_context
 from hf_linear_attn.integration.exact import AttentionCall
 from tests.cases import every_pair
-from tests.comparing import logits
-from tests.inputs import token_ids
+from tests.comparing import assert_close, logits
+from tests.inputs import padded_batch, token_ids
 from tests.small import patched
-from tests.tiny_models import BERT, GPT2, Family
+from tests.tiny_models import BERT, GPT2, Family, tiny_model
 
 
 def part_of(full: Any, name: str, family: Family, layers: list[int]) -> Any:
@@ -74,3 +77,43 @@ def test_indices_are_checked() -> None:
     for wrong, error in ((2, ValueError), (-3, ValueError), (True, TypeError), ("0", TypeError)):
         with pytest.raises(error, match=repr(wrong).strip("'") if error is ValueError else "integers"):
             hla.exact_attention(model, [wrong])
+
+
+def additive_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    """An implementation that adds its mask to the logits and has no `is_causal`, such as FlexAttention's."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    logits = query @ key.transpose(2, 3) * kwargs["scaling"]
+    if mask is not None:
+        assert mask.shape == (query.shape[0], 1, *logits.shape[2:])
+        logits = logits + mask
+    return (logits.softmax(-1) @ value).transpose(1, 2), None
+
+
+@torch.no_grad()
+def test_an_implementation_that_adds_its_mask() -> None:
+    AttentionInterface.register("additive", additive_attention)
+    AttentionMaskInterface.register("additive", eager_mask)
+    model = tiny_model("llama", attn_implementation="additive")
+    batch = padded_batch([*token_ids(2, 9), token_ids(1, 5)[0]], "left")
+    mask = batch["attention_mask"].bool()
+    alone, padded = model(token_ids()).logits, model(**batch).logits[mask]
+    hla.patch_model(model, "elu", layers=[0])
+    with hla.exact_attention(model):
+        assert_close(model(token_ids()).logits, alone)
+        assert_close(model(**batch).logits[mask], padded)
+    ids, last = token_ids(), token_ids()
+    last[:, -1] = 5
+    assert torch.equal(model(ids).logits[:, :-1], model(last).logits[:, :-1])
+
+
+@torch.no_grad()
+def test_flash_attention_gets_no_mask_of_a_sliding_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes padding only: the mask `[B, 1, L, S]` that the model makes for such a layer goes to sdpa."""
+    windows = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+    model = tiny_model("qwen2", AutoModelForCausalLM, num_key_value_heads=2, **windows)
+    hla.patch_model(model, "elu")
+    expected = model(token_ids()).logits
+    sliding: Any = model.model.layers[1].self_attn
+    monkeypatch.setattr(layer_context(sliding), "exact_implementation", "flash_attention_2")
+    assert torch.equal(model(token_ids()).logits, expected)

@@ -139,6 +139,24 @@ def test_an_additive_bias_is_refused(family):
         patched("hedgehog", family)(token_ids(2, LENGTH), attention_mask=bias, **no_cache(family))
 
 
+@pytest.mark.parametrize("value", [2, -10_000])
+def test_integers_that_are_no_mask_are_refused(value):
+    mask = random_mask().long()
+    mask[..., 0, 5] = value
+    with pytest.raises(NotImplementedError, match="values other than 0 and 1"):
+        patched("hedgehog", LLAMA)(token_ids(2, LENGTH), attention_mask=mask, use_cache=False)
+
+
+def test_a_mask_that_hides_tokens_of_the_cache_is_refused():
+    model, ids = patched("hedgehog", LLAMA), token_ids(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    cache = model(ids[:, :6]).past_key_values
+    model(ids[:, 6:7], attention_mask=mask[:, :7], past_key_values=cache)
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match=r"hides tokens of the cache.* from the first call on"):
+        model(ids[:, 7:], attention_mask=mask, past_key_values=cache)
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_refuses_an_additive_bias_too():
     model, mask = torch.compile(patched("hedgehog", LLAMA)), additive(random_mask())

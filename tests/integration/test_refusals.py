@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import bidirectional_mask_function
 
 import hf_linear_attn as hla
@@ -19,6 +19,20 @@ from tests.comparing import logits
 from tests.inputs import qkv, token_ids
 from tests.small import patched
 from tests.tiny_models import LLAMA
+
+
+@pytest.mark.parametrize("layer", ["1", "3"])
+def test_layers_that_share_keys_and_values(layer):
+    config = AutoConfig.for_model(
+        "gemma3n_text",
+        **{"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"head_dim": 16, "intermediate_size": 32, "vocab_size": 97, "vocab_size_per_layer_input": 97},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "sliding_window": 8},
+        **{"laurel_rank": 8, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2},
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    with pytest.raises(NotImplementedError, match="shares its keys and values with other layers"):
+        hla.patch_model(AutoModelForCausalLM.from_config(config), {layer: "elu"})
 
 
 def layer():

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import BertForMaskedLM, PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.install import is_untrained
 from hf_linear_attn.training.transfer import transfer_attention
 from tests.comparing import logits
 from tests.inputs import token_ids
@@ -117,3 +118,12 @@ def test_peft_trains_untied_copies_and_brings_them_back(model: PreTrainedModel, 
     again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
     ids = token_ids()
     assert torch.allclose(logits(again, ids), logits(adapted, ids), atol=1e-6)
+
+
+def test_layers_of_random_projections_are_untrained() -> None:
+    """Calibration may fit what nothing has trained, and only that: each layer is built anew to compare with."""
+    model = hla.patch_model(tiny_model("bert"), "linformer", init="gaussian", **OPTIONS)
+    assert is_untrained(model)
+    with torch.no_grad():
+        modules(model)[0].project_key.add_(1)
+    assert not is_untrained(model)
