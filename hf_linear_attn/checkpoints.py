@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, cached_file
 
 from .config import LinearAttentionConfig
 from .integration.context import CONFIG_FIELD
@@ -128,6 +128,13 @@ def read_tokenizer(source: str, revision: str | None = None, **remedy: str) -> A
     with loading_errors(f"The tokenizer of {source!r}", **remedy):
         name, gguf_file = split_source(source)
         return AutoTokenizer.from_pretrained(name, revision=revision or "main", **gguf_file)
+
+
+def optional_file(source: str, name: str, revision: str | None) -> str | None:
+    """Return the path of a file of a checkpoint, which is fetched from the Hub; None where it has no such file."""
+    optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    optional |= {"_raise_exceptions_for_connection_errors": False, "_raise_exceptions_for_gated_repo": False}
+    return cached_file(source, name, revision=revision, **optional)
 
 
 def copy_companions(source: str, target: Path, revision: str | None) -> None:

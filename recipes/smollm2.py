@@ -26,6 +26,7 @@ that are there. A second call goes on where the first one stopped.
 Without --config the options are those of `recipes/configs/smollm2-cpu.yaml`. `--model` takes any other decoder.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ from hf_linear_attn.mechanisms.window import CLOSED_MIX, WindowOptions
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.prepare import load_exact
 from hf_linear_attn.study.report import STYLE, new_figure, png
+from hf_linear_attn.study.stages import FREE_OPTIONS
 from hf_linear_attn.study.study import Conditions, Study, open_study
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
@@ -63,7 +65,7 @@ CONFIG = Path(__file__).parent / "configs" / "smollm2-cpu.yaml"
 EXACT, CONTROL = "exact", "control"
 #: Measurements, and the options that each depends on.
 MEASURED_BY = {
-    "heads": ("attention", "options", "exact_share", "probe_length", "search_length", "search_rows"),
+    "heads": ("attention", "options", "exact_share", "data", "probe_length", "search_length", "search_rows"),
     "perplexity": ("contexts", "test_tokens"),
     "recall": ("recall_lengths", "recall_tasks", "recall_trials"),
     "samples": (),
@@ -139,9 +141,19 @@ class Variants:
         return packed_rows(self.tokenizer, documents, max(self.config.test_tokens, *self.config.contexts))[0]
 
     def conditions(self, variant: str, measurement: str) -> Conditions:
-        """What a measurement depends on."""
-        options, model = to_dict(self.config), Path(str(self.config.model)).name
-        settings = {name: options[name] for name in MEASURED_BY[measurement]}
+        """What a measurement depends on: options of its own, and those that the variant is trained with."""
+        own, is_trained = {*MEASURED_BY[measurement]}, variant != EXACT
+        others = {*FREE_OPTIONS, "variants", "test_text", "threads"}.union(
+            *(MEASURED_BY[name] for name in MEASUREMENTS)
+        )
+        settings = {
+            name: value
+            for name, value in public_options(self.config).items()
+            if (part := name.partition(".")[0]) in own or (is_trained and part not in others)
+        }
+        if measurement == "perplexity":
+            settings["tokens"] = hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
+        model = Path(str(self.config.model)).name
         return Conditions(model, "", variant, measurement, seed=self.config.seed, settings=settings)
 
     def measure(self, variant: str, measurement: str, function: Callable[[], Any]) -> Any:

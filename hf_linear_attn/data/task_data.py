@@ -34,7 +34,7 @@ from .files import (
     load_source,
     shortened,
 )
-from .tasks import METRICS, TASKS, Task, compute_metrics, load_metrics, load_task
+from .tasks import TASKS, Task, compute_metrics, higher_is_better, load_metrics, load_task
 from .text import MIN_DOCUMENTS, Text, end_tokens, hold_out, read_text, rows_text, special_tokens, token_passages
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
         raise OptionError("data.max_length", f"{max_length!r} leaves no room for text beside {special} special tokens.")
     for row, value in enumerate(dataset["label"][:]):
-        if value is None or (isinstance(value, int) and value < 0):
+        if value is None or (isinstance(value, int) and value < 0) or not math.isfinite(value):
             raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
@@ -98,8 +98,6 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     that fills no block is counted in `dropped`. Empty rows add nothing, not even the end token. Raises as
     `encode_pairs`, and where there are fewer tokens than one block.
     """
-    import numpy as np
-
     datasets = import_datasets()
     if not isinstance(block_length, int) or block_length < 2:
         raise ValueError(f"block_length must be a whole number of at least 2, got {block_length!r}.")
@@ -337,7 +335,7 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
         "classification",
         tokenizer,
         DataCollatorWithPadding(tokenizer),
-        greater_is_better=METRICS.get(names[0]).higher_is_better if names[0] in METRICS else True,
+        greater_is_better=higher_is_better(names[0]),
         metric_names=names,
         labels=task.labels,
     )
@@ -433,6 +431,12 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
         splits = splits.rename_column(data.label_column, "label")
     feature = splits["train"].features["label"]
     labels: list[str] | None = getattr(feature, "names", None)
+    for name, split in splits.items():
+        if labels is not None and getattr(split.features["label"], "names", None) != labels:
+            raise ValueError(
+                f"The classes of the split {name!r} have other names, or another order, than those of the training "
+                f"rows ({', '.join(labels)}). Give all splits the same ClassLabel."
+            )
     if labels is None and not str(getattr(feature, "dtype", "")).startswith("float"):
         texts = splits.cast_column("label", datasets.Value("string"))
         pairs = {*zip(splits["train"]["label"], texts["train"]["label"], strict=True)} - {(None, None)}
@@ -465,7 +469,7 @@ def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, en
     for name in names:
         # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
         rows = encode(splits[name] if blocks else _draw(splits[name], data.max_eval_samples, 0, in_order=True)).dataset
-        rows = rows.select(range(min(len(rows), data.max_eval_samples or len(rows))))
+        rows = _draw(rows, data.max_eval_samples, 0, in_order=True)
         # Rows of similar length need less padding.
         lengths = row_lengths(rows)
         rows = rows.select(sorted(range(len(rows)), key=lengths.__getitem__))

@@ -8,6 +8,7 @@ Metrics of the form `hub:PATH[:CONFIG][#KEY]` are modules of the package `evalua
     hub:accuracy              the Hub's module `accuracy`
     hub:glue:mrpc#f1          its module `glue` in the configuration `mrpc`; of its values the one called f1
     hub:./my_metric           a folder with a metric module of one's own
+    hub:-mse                  the module `mse`, of which less is better (of the others more)
 
 A module of the Hub is code, and is fetched on first use: name those only that you trust.
 """
@@ -110,6 +111,11 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     return {name: _hub_metric(name) if name.startswith(HUB_PREFIX) else METRICS.get(name).function for name in names}
 
 
+def higher_is_better(name: str) -> bool:
+    """Return whether more of a metric is better."""
+    return METRICS.get(name).higher_is_better if name in METRICS else not name.startswith(f"{HUB_PREFIX}-")
+
+
 def compute_metrics(names: Sequence[str], predictions: Any, references: Any) -> dict[str, float]:
     """Compute metrics of all rows at once, from predictions and references `[rows]`. Raises as `load_metrics`."""
     functions = load_metrics(names)
@@ -119,7 +125,7 @@ def compute_metrics(names: Sequence[str], predictions: Any, references: Any) -> 
 
 
 def _hub_metric(name: str) -> Metric:
-    location, hash_sign, key = name.removeprefix(HUB_PREFIX).partition("#")
+    location, hash_sign, key = name.removeprefix(HUB_PREFIX).removeprefix("-").partition("#")
     path, colon, config = location.partition(":")
     if not path or (hash_sign and not key) or (colon and not config):
         raise ValueError(f"{name!r} is not a metric: write hub:PATH, hub:PATH:CONFIG or hub:PATH:CONFIG#KEY.")

@@ -41,7 +41,7 @@ class KernelizedAttention(LinearAttention):
         self.begin_forward(inputs)
         maps, counts = self._maps(inputs)
         size, signed = self.feature_map.num_features, self.feature_map.signed
-        call = KernelizedCall(*inputs.tensors, *maps, size, signed=signed, **inputs.settings)
+        call = KernelizedCall(*inputs.finite_tensors(), *maps, size, signed=signed, **inputs.settings)
         if inputs.ranks is not None:
             if not inputs.causal:
                 return ops.attend_to_state(call, parallel.total_state(call, inputs.ranks)), None

@@ -65,7 +65,7 @@ class RandomFeatureAttention(LinearAttention):
         self.begin_forward(inputs)
         if not (self.gated and inputs.causal):
             maps, size = (self._features, self._features, None), self.options.num_features
-            call = KernelizedCall(*inputs.tensors, *maps, size, signed=True, **inputs.settings)
+            call = KernelizedCall(*inputs.finite_tensors(), *maps, size, signed=True, **inputs.settings)
             return kernelized.causal(call) if inputs.causal else (kernelized.bidirectional(call), None)
         gated_call = GatedCall(
             *inputs.tensors,

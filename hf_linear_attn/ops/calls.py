@@ -79,6 +79,17 @@ class AttentionInputs:
             allowed = allowed.tril(keys - length)
         return allowed if self.mask is None else allowed & self.mask[:, None, None, :]
 
+    def finite_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value; where gradients are needed without NaN and infinity in queries of padding.
+
+        Their outputs are not read, but the gradients of the keys would have them, too.
+        """
+        query, padding = self.query, self.padding
+        if padding is not None and torch.is_grad_enabled():
+            is_padding = ~self.of_queries(padding)[:, None, :, None]
+            query = query.masked_fill(is_padding & ~query.isfinite(), 0.0)
+        return query, self.key, self.value
+
     def of_queries(self, values: Tensor) -> Tensor:
         """Return the part of `values [B, S]` that belongs to the queries."""
         first = values.shape[1] - self.query.shape[2] if self.start is None else self.start

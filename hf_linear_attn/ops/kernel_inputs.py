@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .calls import BackendCall
+from .calls import BackendCall, WindowedCall
 from .common import State
 from .formulas import PARTS, FusedMap
 
@@ -69,7 +69,7 @@ def _inputs_match(call: BackendCall) -> bool:
     rows, groups, keys, width = key.shape
     if rows != batch or width != size or value.shape[:3] != key.shape[:3] or not groups or heads % groups:
         return False
-    if call.causal and keys != length:
+    if keys != length and (call.causal or isinstance(call, WindowedCall)):
         return False
     return mask is None or (mask.dtype is torch.bool and mask.shape[1:] == (keys,) and mask.shape[0] in (1, batch))
 

@@ -190,7 +190,7 @@ def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Gathered:
     """Put `window` older tokens before the new ones, and padding first, so that windows count real tokens."""
     key, value, mask, state, window = call.key, call.value, call.mask, call.state, call.window
     batch, length = key.shape[0], key.shape[2]
-    valid = mask if mask is not None else torch.ones(batch, length, dtype=torch.bool, device=key.device)
+    valid = torch.ones(batch, length, dtype=torch.bool, device=key.device) if mask is None else mask.expand(batch, -1)
     if state is None:
         key, value = pad_tokens(key, window, 0), pad_tokens(value, window, 0)
         valid = functional.pad(valid, (window, 0), value=False)

@@ -143,6 +143,12 @@ class Budget:
             return value >= self.limit
         return (100 * value if self.cost == "cache" else value) <= self.limit
 
+    def check_metric(self, name: str, *, greater_is_better: bool) -> None:
+        """Raise a ValueError where points of a metric are no loss, because less of it is better."""
+        if self.unit is not None and self.unit.name == "points" and not greater_is_better:
+            remedy = "Put another metric first (data.metrics)."
+            raise ValueError(f"The budget {self.text!r} needs a metric of which more is better, not {name!r}. {remedy}")
+
     def unit_for(self, kind: str) -> DamageUnit:
         """Return the unit in which the damage to a `decoder`, an `encoder` or a `classifier` is shown.
 

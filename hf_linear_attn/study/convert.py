@@ -158,6 +158,8 @@ def _finetune(run: TrainingRun) -> dict[str, Any]:
 
 def _convert(run: TrainingRun) -> dict[str, Any]:
     config = run.config
+    if (budget := _budget(run)) is not None:
+        budget.check_metric(run.data.metric, greater_is_better=run.data.greater_is_better)
     teacher = _teacher(run)
     if config.task_type == "embedding":
         with run.working("computing the teacher's embeddings"):
@@ -195,7 +197,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
             teacher = _teacher(run)
         with run.working("measuring speed"):
             run.record("speed", _speed(run, teacher, student))
-    if (budget := _budget(run)) is not None:
+    if budget is not None:
         _verify_recall(run, budget, _teacher(run) if is_sharded(teacher) else teacher, student)
     _save(run, student, facts, run.state)
     return facts

@@ -47,7 +47,9 @@ from .prepare import (
     inputs_text,
     read_inputs,
     recall_measurement,
+    refuse_unused,
     row_facts,
+    score_of,
     seed_options,
 )
 from .settings import EvaluateConfig, PlanConfig, Settings
@@ -143,11 +145,15 @@ def _prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
         torch.set_num_threads(config.threads)
     unit = budget.unit_for(kind)
     text = None if kind == "classifier" else read_documents(config.data)
+    if text is not None:
+        refuse_unused(config.data, "metrics", "max_train_samples", "max_eval_samples", "mlm_probability")
     data = config.data.task or config.data.dataset or "the data"
     exact = ExactModel.load(config.model, kind, name, None, config.device, data)
     model, settings = exact.model, plan_settings(config, exact)
     rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
     inputs = read_inputs(exact, text, replace(config.data, max_eval_samples=rows), settings, HALVES)
+    if (score := score_of(inputs.measurements[0][0])) is not None:
+        budget.check_metric(score.title, greater_is_better=score.higher_is_better)
     if unit.name == "recall":  # chosen for and verified with prompts of two seeds
         recall = [recall_measurement(exact, [budget.length], config.seed + number) for number in range(len(HALVES))]
         prompts = row_facts([budget.length] * recall[0][0].settings["trials"])

@@ -22,7 +22,7 @@ from ..checkpoints import load_pretrained, read_config, read_tokenizer
 from ..data.config import DataConfig
 from ..data.files import TEXT_FORMATS, file_suffix
 from ..data.task_data import load_task_data, read_documents
-from ..data.tasks import METRICS, TASKS, load_task
+from ..data.tasks import TASKS, higher_is_better, load_task
 from ..data.text import (
     Text,
     cut_text,
@@ -57,7 +57,7 @@ from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
 from ..utils.gguf import dequantized, split_source
 from ..utils.models import Batch, quiet_transformers, shared_copy, torch_device
-from ..utils.options import OptionError
+from ..utils.options import OptionError, default_of
 from ..utils.sources import loading_errors
 from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, Settings, resolve_settings
 from .study import Conditions
@@ -375,8 +375,8 @@ def score_of(conditions: Conditions) -> Score | None:
     if conditions.measurement != "task":
         return SCORES.get(conditions.measurement)
     metric = conditions.settings["metrics"][0]
-    higher = METRICS.get(metric).higher_is_better if metric in METRICS else True
-    return Score("task", "score", f"{conditions.task} {metric}".strip(), higher, task=conditions.task)
+    label = f"{conditions.task} {metric}".strip()
+    return Score("task", "score", label, higher_is_better(metric), task=conditions.task)
 
 
 def read_inputs(
@@ -592,9 +592,11 @@ def _prepare(
     _check_data(kind, config, name, text)
     groups = find_checkpoints(config.converted or (), config.baseline or (), model_config, labels)
     if kind == "classifier":
-        text = None
-    elif text is None:
-        text = read_documents(data)
+        if text is not None:
+            raise ValueError(f"{name} is measured on the data of its task, not on documents: leave out either.")
+    else:
+        text = read_documents(data) if text is None else text
+        refuse_unused(data, "metrics", *(["max_eval_samples"] if config.data.sts is None else []))
     title = task or Path(str(config.data.dataset)).name
     exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
     settings = exact.settings(config)
@@ -607,6 +609,13 @@ def _prepare(
     if config.recall_lengths:
         inputs.measurements.append(recall_measurement(exact, config.recall_lengths, config.seed))
     return PreparedModel(exact, inputs, settings, tuple(groups), task or "" if first else "")
+
+
+def refuse_unused(data: DataConfig, *names: str) -> None:
+    """Raise where options are given that a text does not need."""
+    for name in names:
+        if getattr(data, name) != default_of(DataConfig, name):
+            raise OptionError(f"data.{name}", "is for labelled data, and this model reads a text. Leave it out.")
 
 
 def _check_like_first(

@@ -45,7 +45,9 @@ class EvaluationData:
     label_column: str = option("label", "label column of your own labelled data")
     documents: Documents = option("auto", "documents of a text file: auto, paragraphs or lines, as for `convert`")
     folder: str | None = option(None, "folder with the tasks' files (default: from the Hub)")
-    metrics: tuple[str, ...] | None = option(None, "metrics of the task, the first decides; hub:NAME: one of the Hub")
+    metrics: tuple[str, ...] | None = option(
+        None, "metrics of the task, the first decides; hub:NAME: one of the Hub (hub:-NAME: less is better)"
+    )
     sts: str | None = option(None, "folder with STS-B, to evaluate the sentence embeddings of an encoder")
     max_eval_samples: int | None = option(None, "labelled rows or sentence pairs to measure on (default: all)", least=2)
 

@@ -315,7 +315,7 @@ class _Layer:
         for block in self._blocks(call, row):
             outside, keys = self._outside(block), block.key.shape[2]
             key, codes = all_keys[:, :, :keys], all_codes[:, :, :keys]
-            counted = outside.any(dim=-1)[0, 0]
+            counted = outside.any(dim=-1).all(dim=1)[0]  # by heads: buckets differ
             query = self._heads(block.query)[:, :, counted].float()
             outside, allowed = outside[:, :, counted].to(query), block.allowed[:, :, counted]
             logits = (query @ key.transpose(-1, -2) * block.scaling).masked_fill(~allowed, float("-inf"))

@@ -70,6 +70,7 @@ class FinetuningTrainer(ResumableTrainer):
     - The loss is the sum over all targets (rows, or predicted tokens) of an optimizer step, across accumulated batches
       and processes, divided by their number. The Trainer leaves that to the model; classifiers such as BERT ignore the
       number, so that their accumulated gradients come out too large by a factor of `gradient_accumulation_steps`.
+    - The auxiliary loss of routers is added where the model returns it (`output_router_logits`).
     - A loss that is infinite or NaN raises a FloatingPointError that names the learning rate.
     - Learned parts of mechanisms have a learning rate of their own and no weight decay.
 
@@ -77,11 +78,17 @@ class FinetuningTrainer(ResumableTrainer):
         model: A `PreTrainedModel`, or one with PEFT adapters.
         args: The config.
         kwargs: As of `transformers.Trainer`.
+
+    Raises:
+        ValueError: A loss that this trainer does not compute: `label_smoothing_factor`, `compute_loss_func`, or the
+            regression of several numbers.
     """
 
     config_class: type[FinetuningConfig] = FinetuningConfig
     #: Each loss is divided by the number of targets of all accumulated batches.
     loss_is_scaled_for_ga = True
+    #: Whether a batch without labels is an error; otherwise the loss is the model's own.
+    needs_labels = False
 
     args: FinetuningConfig
 
@@ -89,12 +96,21 @@ class FinetuningTrainer(ResumableTrainer):
         args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
             raise TypeError(f"args must be a {self.config_class.__name__}, got a {type(args).__name__}.")
+        if args.label_smoothing_factor or kwargs.get("compute_loss_func") is not None:
+            name = "label_smoothing_factor" if args.label_smoothing_factor else "compute_loss_func"
+            raise ValueError(f"{name}: {type(self).__name__} computes the loss of the task itself. Leave it out.")
         super().__init__(model, args, **kwargs)
         self.model_accepts_loss_kwargs = True  # so that the targets are counted
         # Transformers recognises fewer classes as causal language models (GPT2LMHeadModel is not among them).
         base: Any = self.model
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
-        self._loss_shifts_labels = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        names = {cls.__name__ for cls in type(base).__mro__}
+        self._loss_shifts_labels = not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        if getattr(base.config, "problem_type", None) == "regression" and base.config.num_labels > 1:
+            raise ValueError(
+                f"problem_type='regression' with {base.config.num_labels} labels: {type(self).__name__} fits one "
+                "number a row. Set num_labels=1."
+            )
         #: A model without a head learns sentence embeddings.
         has_head = type(base).__name__ not in MODEL_MAPPING_NAMES.values()
         self._task_loss = losses.task_loss if has_head else losses.embedding_loss
@@ -108,6 +124,8 @@ class FinetuningTrainer(ResumableTrainer):
     ) -> Any:
         """Return the loss of one batch as its share of the loss over all targets of the step (see `Trainer`)."""
         labels = inputs.get("labels")
+        if labels is None and self.needs_labels:
+            raise ValueError(f"The batch has no labels: {type(self).__name__} needs them. Add a column 'labels'.")
         if labels is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         training = torch.is_grad_enabled()
@@ -117,16 +135,20 @@ class FinetuningTrainer(ResumableTrainer):
                 if getattr(module, "gradient_checkpointing", False):
                     module.training = True  # Activations are recomputed in training mode only.
         parts, weights, outputs = self.loss_terms(model, inputs, labels)
+        targets = losses.count_targets(labels, self._loss_shifts_labels).sum()
+        if training and getattr(outputs, "aux_loss", None) is not None:
+            parts["router"] = outputs.aux_loss * targets
+            weights["router"] = getattr(self.model.config, "router_aux_loss_coef", 0.0)
         if not training:
             predictions = self._predictions(outputs, inputs)
             rows = losses.row_losses(predictions, labels, self._loss_shifts_labels, self._task_loss)
             by_row, counts = self.accelerator.gather_for_metrics(rows)
             self._evaluation_totals.append(torch.stack([by_row.double(), counts.double()]).cpu())
         loss = torch.stack([weights[name] * part.float() for name, part in parts.items()]).sum()
-        if num_items_in_batch is None:
-            total: Any = losses.count_targets(labels, self._loss_shifts_labels).sum()
-        else:
+        total: Any = targets
+        if num_items_in_batch is not None:  # counted by the Trainer, which counts each number of a row
             total = torch.as_tensor(num_items_in_batch).flatten()[0]
+            total = total / labels[0].numel() if labels.is_floating_point() else total
         scale = 1.0 / max(float(total), 1.0)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             scale *= self.accelerator.num_processes // self.get_tp_size()  # gradients are averaged over processes
@@ -176,7 +198,7 @@ class FinetuningTrainer(ResumableTrainer):
             means = (self.accelerator.reduce(values, "mean") / steps).tolist()
             logs.update({f"{name}_loss": value for name, value in zip(self._loss_parts, means, strict=True)})
             self._loss_parts.clear()
-        self._last_logged_step = self.state.global_step
+            self._last_logged_step = self.state.global_step
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -269,6 +291,7 @@ class DistillationTrainer(FinetuningTrainer):
     """
 
     config_class = DistillationConfig
+    needs_labels = True
     args: DistillationConfig
 
     def __init__(
@@ -319,6 +342,8 @@ class DistillationTrainer(FinetuningTrainer):
         parts = {}
         if config.task_weight:
             parts["task"] = self._task_loss(rows, classes)
+        if with_logits and labels.is_floating_point() and labels.dim() > 1:
+            raise ValueError("The softmax of several labels a row says nothing of each. Set logits_weight=0.")
         if with_logits:
             expected = target.logits[:, carried:] if carried else target.logits
             target_rows, _ = losses.select_targets(expected, labels, shift)

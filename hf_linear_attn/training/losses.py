@@ -314,9 +314,12 @@ def query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int, 
 
 
 def query_block(call: AttentionCall, index: slice, start: int, stop: int) -> AttentionCall:
-    """Return the call for some rows and queries. Causal queries are then the last of the keys that they see."""
-    length = call.query.shape[2]
-    keys = stop if call.causal else length
+    """Return the call for some rows and queries. Causal queries are then the last of the keys that they see.
+
+    With a full mask they may look ahead, and all keys remain.
+    """
+    has_full_mask = call.padding is not None and call.padding.dim() == 4
+    keys = stop if call.causal and not has_full_mask else call.query.shape[2]
     allowed = (call.allowed if call.allowed.shape[0] == 1 else call.allowed[index])[:, :, start:stop, :keys]
     padding = call.padding
     if padding is not None:
@@ -329,5 +332,5 @@ def query_block(call: AttentionCall, index: slice, start: int, stop: int) -> Att
         output=call.output[index, :, start:stop],
         padding=padding,
         allowed=allowed,
-        start=None if call.causal or stop - start == length else start,
+        start=None if keys == stop else start,
     )

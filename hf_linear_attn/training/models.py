@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
 
-from ..checkpoints import _model_class, load_pretrained, read_config, read_tokenizer
+from ..checkpoints import _model_class, load_pretrained, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
 from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
 from ..integration.context import SUBMODULE
@@ -96,7 +96,7 @@ def load_model(config: TrainingRunConfig, data: TaskData, path: str | None = Non
     missing = sorted(info["missing_keys"])
     body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
     if data.task_type == "embedding":  # a model without a head; poolers are not used
-        _check_pooling(Path(name) / "1_Pooling" / "config.json")
+        _check_pooling(optional_file(name, "1_Pooling/config.json", config.revision))
         body, missing = [key for key in missing if "pooler" not in key], []
     if body:
         raise ValueError(f"{name!r} lacks weights of the model itself ({body[0]}, …). Give a complete checkpoint.")
@@ -121,10 +121,10 @@ def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
     return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy}")
 
 
-def _check_pooling(path: Path) -> None:
+def _check_pooling(path: str | None) -> None:
     """Raise a ValueError if sentence-transformers computes the embeddings of a checkpoint by anything but the mean."""
-    if path.is_file():
-        settings = json.loads(path.read_text(encoding="utf-8"))
+    if path is not None:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
         modes = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
         mode = settings.get("pooling_mode") or ", ".join(modes)
         if mode not in ("mean", "pooling_mode_mean_tokens"):
@@ -150,7 +150,7 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
 def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
     """Return the mechanisms by name or by plan, by default with the run's seed; None for exact attention."""
     if config.plan is not None:
-        return LinearAttentionConfig.from_file(config.plan)
+        return LinearAttentionConfig.from_file(config.plan).with_default("seed", config.seed)
     if config.attention is None:
         return None
     attention = LinearAttentionConfig.parse(config.attention, config.layers, config.options)

@@ -58,6 +58,8 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.patience is not None and not self.eval_steps:
+            raise OptionError("patience", "counts evaluations: give eval_steps, too.")
 
     @property
     def enabled(self) -> bool:
@@ -79,7 +81,9 @@ class TransferConfig:
     """Stage 1: attention transfer (see `transfer_attention`)."""
 
     max_steps: int | None = option(None, "optimizer steps; 0: none (default: 200)", least=0, common=True)
-    per_device_train_batch_size: int = option(32, "rows of one forward pass on one device", least=1)
+    per_device_train_batch_size: int | None = option(
+        None, "rows of one forward pass on one device (default: 32; with a budget less)", least=1
+    )
     gradient_accumulation_steps: int = option(1, "forward passes of one optimizer step", least=1)
     learning_rate: float | None = option(
         None, "peak learning rate (default: the mechanism's, 1e-2 for feature maps)", above=0
@@ -101,6 +105,12 @@ class DistillConfig(StageConfig):
     num_train_epochs: float | None = option(  # type: ignore[assignment]
         None, "passes over the training data (default: 3)", least=0, common=True
     )
+    per_device_train_batch_size: int | None = option(  # type: ignore[assignment]
+        None, "rows of one forward pass on one device (default: 32; with a budget less)", least=1
+    )
+    learning_rate: float | None = option(  # type: ignore[assignment]
+        None, "peak learning rate (default: 5e-5; of embeddings with a budget 1e-4)", above=0, common=True
+    )
     disable_dropout: bool = option(True, "train without the model's dropout, which is noise beside the teacher")
     logits_weight: float = option(1.0, "weight of KL(teacher || student) of the outputs", least=0)
     temperature: float = option(2.0, "temperature of both distributions in that divergence", above=0)
@@ -120,6 +130,9 @@ class DistillConfig(StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_loss_weights(self)
+        for name in ("lora_alpha", "lora_target_modules"):
+            if getattr(self, name) is not None and not self.lora_rank:
+                raise OptionError(name, "is for adapters: give lora_rank, too.")
 
 
 @dataclass(frozen=True)
@@ -176,6 +189,8 @@ class TrainingRunConfig:
         check_exclusive(self, "bf16", "fp16")
         if self.plan is not None and (self.layers is not None or self.options):
             raise OptionError("plan", "says what every layer gets. Write layers and options into it, or leave it out.")
+        if self.tokenizer is not None and self.train_tokenizer is not None:
+            raise OptionError("train_tokenizer", "trains one, and tokenizer names another. Leave out one of them.")
         if self.attention is None and self.plan is None and (self.options or self.layers is not None):
             raise OptionError("options" if self.options else "layers", "is for a mechanism: give attention, too.")
         for name, kind in (("mlm_probability", "masked-lm"), ("metrics", "classification")):
@@ -202,11 +217,17 @@ class FinetuneConfig(TrainingRunConfig):
 
 
 #: The training of every conversion.
-USUAL_TRAINING = TransferConfig(max_steps=200), DistillConfig(num_train_epochs=3.0)
+USUAL_TRAINING = (
+    TransferConfig(max_steps=200, per_device_train_batch_size=32),
+    DistillConfig(num_train_epochs=3.0, per_device_train_batch_size=32, learning_rate=5e-5),
+)
 
 #: That with a budget, minutes on two CPU cores for 100 million parameters.
 BUDGET_TRAINING: dict[str, tuple[TransferConfig, DistillConfig]] = {
-    "causal-lm": (TransferConfig(max_steps=0), DistillConfig(max_steps=80, per_device_train_batch_size=1)),
+    "causal-lm": (
+        TransferConfig(max_steps=0, per_device_train_batch_size=32),
+        DistillConfig(max_steps=80, per_device_train_batch_size=1, learning_rate=5e-5),
+    ),
     "embedding": (
         TransferConfig(max_steps=120, per_device_train_batch_size=8),
         DistillConfig(max_steps=60, per_device_train_batch_size=16, learning_rate=1e-4),
@@ -251,6 +272,8 @@ class ConvertConfig(TrainingRunConfig):
             raise OptionError(
                 "exact_share", "chooses heads in all layers: give attention, and leave plan and layers out."
             )
+        if self.control and not (self.distill.enabled and (self.attention is not None or self.plan is not None)):
+            raise OptionError("control", "is trained beside a linear model by distillation: give attention and steps.")
         carried, longest = self.distill.carried_length, self.data.max_length
         if carried and (self.task_type != "causal-lm" or self.gradient_checkpointing):
             raise OptionError("distill.carried_length", "needs task_type causal-lm and no gradient_checkpointing.")

@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from hf_linear_attn.data.tasks import METRICS, TASKS, compute_metrics, load_metrics
+from hf_linear_attn.data.tasks import METRICS, TASKS, compute_metrics, higher_is_better, load_metrics
 
 CLASSES = ("accuracy", "f1", "matthews_correlation")
 SCORES = ("pearson", "spearmanr", "mse")
@@ -204,6 +204,13 @@ def metric_folder(tmp_path):
 def test_a_name_of_another_form(name):
     with pytest.raises(ValueError, match="hub:PATH"):
         load_metrics([name])
+
+
+def test_whether_more_of_a_metric_is_better(metric_folder):
+    names = "accuracy", "mse", "hub:accuracy", "hub:-mse"
+    assert [higher_is_better(name) for name in names] == [True, False, True, False]
+    name = f"hub:-{metric_folder}#missed"
+    assert compute_metrics([name], [1, 0, 1, 0], [1, 1, 1, 0]) == {name: 1.0}
 
 
 def test_a_module_of_a_folder_beside_our_own(metric_folder):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from transformers import EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
@@ -196,3 +198,32 @@ def test_text_columns_that_cannot_be_read_are_errors(tmp_path):
 def test_columns_of_a_task_cannot_be_renamed(option: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="is for your own data: 'sst2' has its columns"):
         load_labelled(DataConfig(task="sst2", **option))
+
+
+def test_classes_that_differ_from_split_to_split(tmp_path):
+    def split(*names):
+        return Dataset.from_dict({"text": ["x"] * len(names), "label": names}).class_encode_column("label")
+
+    DatasetDict(train=split("a", "b", "c"), validation=split("b", "c")).save_to_disk(tmp_path / "data")
+    with pytest.raises(ValueError, match=r"classes of the split 'validation' have other names.*\(a, b, c\)"):
+        load_labelled(DataConfig(dataset=str(tmp_path / "data")))
+
+
+def test_a_score_that_is_no_number_names_the_row(tmp_path):
+    rows = [{"text": "x", "label": number / 10} for number in range(9)] + [{"text": "x", "label": math.nan}]
+    folder = write(tmp_path, {"data.jsonl": "\n".join(map(json.dumps, rows))})
+    data = DataConfig(dataset=str(folder / "data.jsonl"), validation_size=0.5)
+    with pytest.raises(ValueError, match="the label is nan"):
+        load_task_data("classification", tokenizer(), data, 0)
+
+
+def test_validation_rows_of_a_text_are_drawn_from_all_of_it(tmp_path):
+    dataset = str(write(tmp_path, {"text.txt": sample_text(60)}) / "text.txt")
+    data = DataConfig(dataset=dataset, documents="lines", validation_size=0.5, max_length=32)
+    every = load_task_data("embedding", tokenizer(), data, 0).validation[""]
+    few = load_task_data("embedding", tokenizer(), replace(data, max_eval_samples=4), 0).validation[""]
+    held_out = [tuple(row) for row in every["input_ids"]]
+    assert len(few) == 4
+    assert {tuple(row) for row in few["input_ids"]} <= set(held_out)
+    again = load_task_data("embedding", tokenizer(), replace(data, max_eval_samples=4), 7).validation[""]
+    assert few["input_ids"][:] == again["input_ids"][:]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
@@ -21,6 +22,7 @@ from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 from tests.reference import naive_feature_maps as definitions
 from tests.slow_cases import slow, slow_rows
+from tests.small import mechanism
 
 SCALING = 0.4
 
@@ -232,6 +234,16 @@ def test_nan_in_padding_and_rows_without_keys(case, causal):
     assert all(bool(torch.isfinite(tensor).all()) for tensor in (state or {}).values())
     nothing, _ = run(module, q, k, v, causal=causal, mask=torch.zeros(2, 20, dtype=torch.bool))
     assert not bool(nothing.any())
+
+
+@pytest.mark.parametrize("name", ["favor+", "hedgehog"])
+def test_the_smallest_weights_are_normalised(name):
+    """A row that sees one key has its value, in whatever direction the query points from it."""
+    module = mechanism(name, causal=True, heads=1, groups=1, dim=64, value_dim=64)
+    key = functional.normalize(torch.randn(1, 1, 1, 64), dim=-1) * 30
+    value = torch.randn(1, 1, 1, 64)
+    out, _ = module(AttentionInputs(-key, key, value, scaling=64**-0.5, causal=True))
+    assert_close(out, value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

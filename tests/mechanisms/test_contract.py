@@ -52,6 +52,29 @@ def test_single_precision_matches_double_in_outputs_and_gradients(name, causal):
 
 
 @every_direction()
+def test_nan_in_padding_reaches_no_gradient(name, causal):
+    module, inputs, mask = mechanism(name, causal), qkv(9), padding_mask([9, 6], 9, "left")
+    for tensor in inputs:
+        tensor[1, :, :3] = float("nan")
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    out = run(module, *leaves, causal=causal, mask=mask)[0].transpose(1, 2)[mask]
+    gradients = torch.autograd.grad(weighted_sum(out), [*leaves, *module.parameters()], allow_unused=True)
+    assert all(bool(tensor.isfinite().all()) for tensor in gradients if tensor is not None)
+
+
+@every_direction()
+@torch.no_grad()
+def test_one_mask_for_all_rows(name, causal):
+    module, inputs, mask = mechanism(name, causal), qkv(19), padding_mask([12], 19, "left")
+    out, state = run(module, *inputs, causal=causal, mask=mask, return_state=causal)
+    expected, after = run(module, *inputs, causal=causal, mask=mask.expand(2, -1).contiguous(), return_state=causal)
+    assert_close(out[:, :, 7:], expected[:, :, 7:])
+    assert {key: tensor.shape for key, tensor in (state or {}).items()} == {
+        key: tensor.shape for key, tensor in (after or {}).items()
+    }
+
+
+@every_direction()
 def test_values_may_be_wider_than_keys(name, causal):
     out, _ = run(mechanism(name, causal, value_dim=11), *qkv(9, value_dim=11), causal=causal)
     assert out.shape == (2, 4, 9, 11)

@@ -84,6 +84,11 @@ def test_masks_of_other_sizes(causal, shape, kernels):
     attempt(kernels, lambda: attend(module, tokens(90), causal, mask=torch.ones(shape, dtype=torch.bool)))
 
 
+def test_a_bidirectional_window_of_fewer_queries_than_keys(kernels):
+    module, (query, key, value) = build("window", causal=False), tokens(90)
+    attempt(kernels, lambda: attend(module, (query[:, :, :5], key, value), causal=False))
+
+
 def shorter(x):
     return x[:, :, :50]
 

@@ -68,3 +68,11 @@ def test_where_no_untrained_choice_keeps_the_quality_the_best_is_trained() -> No
     assert choice.reason.startswith("untrained none is within 0.01 nats, and training has to do the rest: +0.4000 nats")
     with pytest.raises(ValueError, match=r"No choice is within the budget '2x at 512': 1\.10x with 50% exact heads"):
         choose(Budget.parse("2x at 512"), tiny_model("llama"), 512, lambda share, window: 1.1)
+
+
+def test_points_of_an_error_are_no_budget() -> None:
+    budget = Budget.parse("0.5 points")
+    budget.check_metric("accuracy", greater_is_better=True)
+    with pytest.raises(ValueError, match=r"'0\.5 points' needs a metric of which more is better, not 'mse'"):
+        budget.check_metric("mse", greater_is_better=False)
+    Budget.parse("1% perplexity").check_metric("loss", greater_is_better=False)

@@ -310,6 +310,9 @@ def test_own_labelled_data_are_measured_as_a_task_is(folder: Path, tmp_path: Pat
         assert evaluation.scores[0].task == name
     values = [evaluation.quality(evaluation.scores[0], "exact").values for evaluation in (task, labelled)]
     assert values[0] == values[1]
+    sst2 = {"task": ("sst2",), "folder": str(folder / "glue")}
+    with pytest.raises(ValueError, match="is measured on the data of its task, not on documents"):
+        evaluate(str(folder / "classifier"), ["a word " * 500], **sst2)
     with pytest.raises(ValueError, match=r"no column 'text'.*Columns: sentence, label"):
         run(folder / "classifier", dataset=str(folder / "glue" / "SST-2"), output=str(tmp_path / "none"), **common)
     assert not (tmp_path / "none").exists()
@@ -384,6 +387,8 @@ def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tm
         ("gpt2", {"dataset": "TEXT", "attention": ("hedgehogs",)}, r"'hedgehogs'.*Did you mean 'hedgehog'"),
         ("gpt2", {"dataset": "TEXT", "attention": ("softmax",)}, "always measured"),
         ("gpt2", {"dataset": "TEXT", "sts": "GLUE"}, "is a decoder"),
+        ("gpt2", {"dataset": "TEXT", "metrics": ("f1",)}, "^data.metrics: is for labelled data"),
+        ("gpt2", {"dataset": "TEXT", "max_eval_samples": 5}, "^data.max_eval_samples: is for labelled data"),
         ("gpt2", {"dataset": "TEXT", "context": 4096}, f"beyond the model's {DECODER_POSITIONS} positions"),
         ("gpt2", {"dataset": "TEXT", "sequence_length": 4096}, f"beyond the model's {DECODER_POSITIONS} positions"),
         ("gpt2", {"dataset": "TEXT", "device": "toaster"}, "toaster"),

@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer
+import hf_linear_attn as hla
+from hf_linear_attn.integration.exact import AttentionCall
+from hf_linear_attn.mechanisms.softmax import softmax_weights
+from hf_linear_attn.training import losses
+from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer, FinetuningTrainer
 from hf_linear_attn.training.losses import (
     TARGETS,
     count_targets,
     hidden_loss,
+    layer_loss,
     logits_loss,
     model_losses,
     row_losses,
@@ -24,10 +30,10 @@ from hf_linear_attn.training.losses import (
     task_loss,
 )
 from tests.comparing import assert_close
-from tests.inputs import padded_batch, token_ids
-from tests.small import patched
-from tests.tiny_models import BERT, GPT2
-from tests.training.tiny_data import Rows, classifier, collate, config
+from tests.inputs import padded_batch, qkv, token_ids
+from tests.small import mechanism, patched
+from tests.tiny_models import BERT, GPT2, tiny_model
+from tests.training.tiny_data import Rows, classifier, collate, config, logged
 
 # --------------------------------------------------------------------------------------------------------------------
 # Definitions
@@ -372,3 +378,102 @@ def test_losses_of_many_targets_keep_little_for_gradients(kind: str) -> None:
     (gradient,) = torch.autograd.grad(value, logits)
     (expected_gradient,) = torch.autograd.grad(whole, logits)
     assert torch.allclose(gradient, expected_gradient, atol=1e-5)
+
+
+def test_queries_that_look_ahead_have_the_same_loss_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a prefix a token sees later ones, which a block of queries must not lose."""
+    allowed = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    allowed[..., :30, :30] = True
+    query, key, value = qkv(40, batch=1)
+    module = mechanism("hedgehog", causal=True)
+    keys, values = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
+    output = softmax_weights(query, keys, allowed, 0.4) @ values
+    call = AttentionCall(nn.Module(), module, query, key, value, allowed, allowed, 0.4, True, output)
+    whole = layer_loss(call, "weights", backward=False)
+    monkeypatch.setattr(losses, "BLOCK_ENTRIES", 8 * 40)
+    close(layer_loss(call, "weights", backward=False), float(whole))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The loss of a step, against what the model computes by itself
+
+
+def first_loss(model: Any, rows: Any, folder: Path, **changes: Any) -> float:
+    trainer = FinetuningTrainer(
+        model, config(folder, max_steps=1, **changes), train_dataset=rows, data_collator=collate
+    )
+    trainer.train()
+    return float(logged(trainer)[0])
+
+
+def own_loss(model: Any, batch: Any) -> float:
+    with torch.no_grad():
+        return float(model.eval()(**batch).loss)
+
+
+def test_a_subclass_of_a_language_model_is_one(tmp_path: Path) -> None:
+    class Mine(GPT2LMHeadModel):
+        pass
+
+    model: Any = tiny_model("gpt2", Mine)
+    rows = Rows(8, targets="tokens")
+    assert first_loss(model, rows, tmp_path, learning_rate=1e-9) == pytest.approx(own_loss(model, collate(rows.rows)))
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_several_labels_a_row(accumulated: int, tmp_path: Path) -> None:
+    model, rows = classifier(num_labels=3, problem_type="multi_label_classification"), Rows(8)
+    for number, row in enumerate(rows.rows):
+        row["labels"] = [1.0, 0.0, float(number % 2)]
+    expected = own_loss(model, {**collate(rows.rows), "labels": torch.tensor([row["labels"] for row in rows.rows])})
+    steps = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 8 // accumulated}
+    arguments = config(tmp_path, max_steps=1, learning_rate=1e-9, **steps)
+
+    def floats(some: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {**collate([{**row, "labels": 0} for row in some]), "labels": torch.tensor([r["labels"] for r in some])}
+
+    trainer = FinetuningTrainer(model, arguments, train_dataset=rows, data_collator=floats)
+    trainer.train()
+    assert logged(trainer)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_routers_have_a_loss_of_their_own(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 1.0}
+    model = tiny_model("mixtral", AutoModelForCausalLM, num_key_value_heads=2, **experts)
+    rows = Rows(8, targets="tokens")
+    batch = collate(rows.rows)
+    own = model.eval()(**batch)
+    assert float(own.aux_loss) > 0.5
+    assert first_loss(model, rows, tmp_path, learning_rate=1e-9) == pytest.approx(float(own.loss), rel=1e-3)
+
+
+def test_averages_of_terms_between_evaluations(tmp_path: Path) -> None:
+    """An evaluation between two lines of the log changes nothing in what these say."""
+    rows: dict[str, Any] = {"train_dataset": Rows(8), "eval_dataset": Rows(4, seed=1), "data_collator": collate}
+    settings = {"learning_rate": 1e-9, "logging_steps": 4, "max_steps": 8, "task_weight": 1.0, "hidden_weight": 0.0}
+    logs = []
+    for steps in (3, 8):
+        student = hla.patch_model(classifier(1), "hedgehog")
+        arguments = config(
+            tmp_path / str(steps), DistillationConfig, eval_strategy="steps", eval_steps=steps, **settings
+        )
+        trainer = DistillationTrainer(student, classifier(2), arguments, **rows)
+        trainer.train()
+        logs.append((logged(trainer, "task_loss"), logged(trainer, "logits_loss")))
+    assert logs[0] == logs[1]
+
+
+def test_losses_that_are_not_computed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="label_smoothing_factor: FinetuningTrainer computes the loss"):
+        FinetuningTrainer(classifier(), config(tmp_path, label_smoothing_factor=0.1))
+    with pytest.raises(ValueError, match="compute_loss_func: FinetuningTrainer computes the loss"):
+        FinetuningTrainer(classifier(), config(tmp_path), compute_loss_func=lambda *_: None)
+    with pytest.raises(ValueError, match="with 3 labels: FinetuningTrainer fits one number a row"):
+        FinetuningTrainer(classifier(num_labels=3, problem_type="regression"), config(tmp_path))
+    trainer = DistillationTrainer(classifier(1), classifier(2), config(tmp_path, DistillationConfig))
+    batch = batch_of("class")
+    with pytest.raises(ValueError, match=r"softmax of several labels a row.*Set logits_weight=0"):
+        trainer.compute_loss(trainer.model, {**batch, "labels": torch.ones(3, 2)})
+    del batch["labels"]
+    with pytest.raises(ValueError, match="The batch has no labels: DistillationTrainer needs them"):
+        trainer.compute_loss(trainer.model, batch)

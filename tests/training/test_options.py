@@ -9,6 +9,7 @@ import pytest
 
 from hf_linear_attn.cli import main
 from hf_linear_attn.data.config import DataConfig, TimingConfig
+from hf_linear_attn.training.models import read_attention
 from hf_linear_attn.training.options import (
     ConvertConfig,
     DistillConfig,
@@ -90,6 +91,12 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
             {"task_type": "causal-lm", "data": DataConfig(metrics=("accuracy",))},
             "^data.metrics: is for classification",
         ),
+        (StageConfig, {"eval_steps": 0, "patience": 2}, "^patience: counts evaluations"),
+        (DistillConfig, {"lora_alpha": 8}, "^lora_alpha: is for adapters: give lora_rank"),
+        (DistillConfig, {"lora_target_modules": ("q",)}, "^lora_target_modules: is for adapters: give lora_rank"),
+        (ConvertConfig, {"tokenizer": "x", "train_tokenizer": 500}, "^train_tokenizer: trains one"),
+        (ConvertConfig, {"control": True, "attention": None}, "^control: is trained beside a linear model"),
+        (ConvertConfig, {"control": True, "distill": DistillConfig(0.0)}, "^control: is trained beside"),
         (ConvertConfig, {"exact_share": 1.5}, "^exact_share: .* of at least 0 and below 1, got 1.5"),
         (ConvertConfig, {"exact_share": 0.2, "layers": (0,)}, "leave plan and layers out"),
         (ConvertConfig, {"distill": DistillConfig(carried_length=8)}, "needs task_type causal-lm"),
@@ -114,6 +121,18 @@ def test_a_budget_sets_the_training_that_is_not_given():
     assert (given.transfer.max_steps, given.distill.max_steps, given.distill.num_train_epochs) == (200, None, 3.0)
     assert (given.distill.learning_rate, given.distill.per_device_train_batch_size) == (1e-4, 1)
     assert not ConvertConfig(**budget, distill=DistillConfig(0.0)).distill.enabled
+    # What is given counts, even if it is the usual value.
+    same = DistillConfig(per_device_train_batch_size=32, learning_rate=5e-5)
+    encoder = ConvertConfig(budget="0.01 cosine", task_type="embedding", distill=same)
+    assert (encoder.distill.per_device_train_batch_size, encoder.distill.learning_rate) == (32, 5e-5)
+    assert encoder.transfer.per_device_train_batch_size == 8
+
+
+def test_a_plan_gets_the_seed_of_the_run(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text('{"default": "favor+", "0": {"attention": "favor+", "seed": 5}}')
+    attention = read_attention(ConvertConfig(plan=str(path), seed=3))
+    assert [layer.options["seed"] for layer in (attention.default, attention.layers["0"])] == [3, 5]
 
 
 def test_options_override_those_of_a_config_one_by_one():

@@ -158,7 +158,7 @@ template <typename S>
 static void update_store(const Call& c, long stream, const float* phi_k, const float* value, const S* key, const S* own,
                          float* recalled) {
   const int d = stored_size<S>(c.size), e = stored_size<S>(c.value_size);
-  const float normaliser = std::max(step_row(c, stream, 1.0f, phi_k, phi_k, value, false, recalled), 1e-20f);
+  const float normaliser = std::max(step_row(c, stream, 1.0f, phi_k, phi_k, value, false, recalled), FLOOR);
   float squares = 0.0f, size = 0.0f;
   for (int j = 0; j < c.value_size; ++j) {
     squares += (recalled[j] / normaliser - value[j]) * (recalled[j] / normaliser - value[j]);
