@@ -82,7 +82,7 @@ class TransferConfig:
 
     max_steps: int | None = option(None, "optimizer steps; 0: none (default: 200)", least=0, common=True)
     per_device_train_batch_size: int | None = option(
-        None, "rows of one forward pass on one device (default: 32; with a budget less)", least=1
+        None, "rows of one forward pass on one device (default: 32, or a budget's)", least=1
     )
     gradient_accumulation_steps: int = option(1, "forward passes of one optimizer step", least=1)
     learning_rate: float | None = option(
@@ -106,10 +106,10 @@ class DistillConfig(StageConfig):
         None, "passes over the training data (default: 3)", least=0, common=True
     )
     per_device_train_batch_size: int | None = option(  # type: ignore[assignment]
-        None, "rows of one forward pass on one device (default: 32; with a budget less)", least=1
+        None, "rows of one forward pass on one device (default: 32, or a budget's)", least=1
     )
     learning_rate: float | None = option(  # type: ignore[assignment]
-        None, "peak learning rate (default: 5e-5; of embeddings with a budget 1e-4)", above=0, common=True
+        None, "peak learning rate (default: 5e-5, or a budget's)", above=0, common=True
     )
     disable_dropout: bool = option(True, "train without the model's dropout, which is noise beside the teacher")
     logits_weight: float = option(1.0, "weight of KL(teacher || student) of the outputs", least=0)
