@@ -35,7 +35,7 @@ from ..training.distillation import DistillationTrainer, FinetuningConfig, Finet
 from ..training.resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator, SignalWatch
 from ..training.sharding import check_launch, check_sharding, fill_copy, meta_copy, runs_on_cpu, shards_models
 from ..training.transfer import transfer_attention
-from ..utils.environment import environment, json_safe
+from ..utils.environment import environment, has_slow_bfloat16, json_safe
 from ..utils.files import atomic_folder, check_disk_space, check_output, clear_folder, remove_partial_files
 from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
@@ -189,6 +189,8 @@ class TrainingRun:
         self.doing = "between two stages"
         self._spoke = time.monotonic()
         self._is_prepared = False
+        if config.bf16 and has_slow_bfloat16(self.process.device.type):
+            self.say("bf16: this processor has no AVX-512 and computes bfloat16 many times slower. Leave it out.")
         for stage in TRAINERS:
             section = getattr(config, stage, None)
             if section is not None and section.enabled:

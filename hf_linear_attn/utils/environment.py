@@ -39,6 +39,14 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def has_slow_bfloat16(device: str) -> bool:
+    """Return whether products in bfloat16 take many times as long as in float32: on x86 without AVX-512."""
+    import torch
+
+    old = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    return device == "cpu" and old and platform.machine() in ("x86_64", "AMD64")
+
+
 def environment(device: Any = None) -> dict[str, Any]:
     """Return versions and hardware, to be stored beside every measurement, for a torch device (None: the CPU)."""
     import torch

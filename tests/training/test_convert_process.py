@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import re
 import signal
 import time
@@ -65,10 +66,18 @@ def test_a_long_stage_says_so_every_minute(folder: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
-def test_bf16_without_a_gpu_needs_no_further_option(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("capability", "is_slow"), [("AVX2", True), ("AVX512", False)])
+def test_bf16_without_a_gpu_needs_no_further_option(
+    capability: str, is_slow: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     changes: dict[str, Any] = {"device": "auto", "bf16": True, "train__max_steps": 1}
-    finetune(finetune_config(folder / "encoder", folder / "task", tmp_path / "out", **changes), console=quiet())
+    screen = io.StringIO()
+    config = finetune_config(folder / "encoder", folder / "task", tmp_path / "out", **changes)
+    finetune(config, console=Console(file=screen, width=200))
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert ("bf16: this processor has no AVX-512" in screen.getvalue()) == is_slow
 
 
 def test_runs_of_one_process_may_differ_in_precision(folder: Path, tmp_path: Path) -> None:
