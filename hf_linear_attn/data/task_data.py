@@ -341,7 +341,6 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     )
     max_length = data.max_length or DEFAULT_MAX_LENGTH
     _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, task.columns, max_length))
-    task_data.metric = "_".join(filter(None, (next(iter(task_data.validation)), names[0])))
     return task_data
 
 
@@ -375,6 +374,8 @@ def load_splits(data: DataConfig, columns: Sequence[str]) -> DatasetDict:
         splits = load_source(data.dataset, **hub, documents=data.documents, text_columns=data.text_columns)
     if "train" not in splits:
         raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, splits))}.")
+    for name in [name for name in splits if name != "train" and not name.startswith("validation")]:
+        splits.pop(name)  # nothing is done with them, and test splits may have no labels
     check_columns(splits, columns)
     check_text(splits, [name for name in columns if name in data.text_columns], repr(data.dataset or data.task))
     if any(name.startswith("validation") for name in splits):
@@ -479,6 +480,7 @@ def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, en
     if not all(len(rows) for rows in every):
         raise ValueError(f"The data gives {task.facts}: there is nothing to train or to evaluate on.")
     task.longest = max(max(row_lengths(rows)) for rows in every)
+    task.metric = "_".join(filter(None, (next(iter(task.validation)), *(task.metric_names or ("loss",))[:1])))
 
 
 def _draw(dataset: Dataset, size: int | None, seed: int, *, in_order: bool = False) -> Dataset:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 #: Smallest value a normaliser may take. It is a floor, not an addend: a query whose keys are all masked gets 0/EPS = 0,
-#: and other queries are left unchanged as far as float32 reaches. The largest feature of a key and of a query is about
-#: one after stabilisation, but where they point in opposite directions the sum of products may be as small as this.
-DENOMINATOR_EPS = 1e-35
+#: and other queries are left unchanged. The largest feature of a key and of a query is about one after stabilisation,
+#: but where they point in opposite directions the sum of products may be as small as this. (With a smaller floor the
+#: products with its inverse, in gradients, could overflow.)
+DENOMINATOR_EPS = 1e-30
 
 #: Where features are signed the normaliser D can come near zero or cross it. 1/D becomes `D / max(D², ε²)` with this ε:
 #: exactly 1/D where |D| >= ε, and below that a straight line through zero, so that neither the value (at most 1/ε) nor

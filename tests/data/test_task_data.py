@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from transformers import EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
@@ -227,3 +227,27 @@ def test_validation_rows_of_a_text_are_drawn_from_all_of_it(tmp_path):
     assert {tuple(row) for row in few["input_ids"]} <= set(held_out)
     again = load_task_data("embedding", tokenizer(), replace(data, max_eval_samples=4), 7).validation[""]
     assert few["input_ids"][:] == again["input_ids"][:]
+
+
+def test_splits_that_nothing_is_done_with_may_lack_labels(tmp_path):
+    rows = "text,label\n" + "\n".join(f"t{number},{number % 2}" for number in range(20))
+    folder = write(tmp_path, {"data/train.csv": rows, "data/test.csv": "text,label\nx,-1\n"})
+    assert set(load_labelled(DataConfig(dataset=str(folder / "data")))[1]) == {"train", "validation"}
+
+
+def test_classes_of_a_parquet_file_have_their_names(tmp_path):
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["pos", "neg"])})
+    rows = Dataset.from_dict({"text": ["x"] * 12, "label": [0, 1] * 6}, features=features)
+    rows.to_parquet(tmp_path / "data.parquet")
+    task, splits = load_labelled(DataConfig(dataset=str(tmp_path / "data.parquet")))
+    assert set(task.labels) == {"pos", "neg"}
+    assert {task.labels[number] for number in splits["train"]["label"]} == {"pos", "neg"}
+
+
+def test_the_first_of_several_validation_splits_decides(tmp_path):
+    texts = sample_text(60).splitlines()
+    parts = {"train": texts[:40], "validation_a": texts[40:50], "validation_b": texts[50:]}
+    splits = {name: Dataset.from_dict({"text": part}) for name, part in parts.items()}
+    DatasetDict(splits).save_to_disk(tmp_path / "data")
+    data = DataConfig(dataset=str(tmp_path / "data"), max_length=16)
+    assert load_task_data("causal-lm", tokenizer(), data, 0).metric == "a_loss"

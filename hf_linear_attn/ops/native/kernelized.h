@@ -11,7 +11,7 @@
 
 namespace hla {
 
-constexpr float FLOOR = 1e-35f;      // of a normaliser; see ops/common.py
+constexpr float FLOOR = 1e-30f;      // of a normaliser; see ops/common.py
 constexpr long SEGMENT = 2048;       // tokens whose state one task adds up
 constexpr float SAFE_RANGE = 15.0f;  // of log scales that one common reference serves
 
