@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
-from ..utils.options import OptionError, check_exclusive, check_options, default_of, option
+from ..utils.options import GIVEN, OptionError, check_exclusive, check_options, default_of, option
 
 #: The held-out texts that are measured with a budget and no other option: more would take longer than the training.
 BUDGET_EVAL_ROWS = 64
@@ -264,6 +264,8 @@ class ConvertConfig(TrainingRunConfig):
     distill: DistillConfig = option(factory=DistillConfig)
 
     def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("task_type", "data", "transfer", "distill")}
+        object.__setattr__(self, GIVEN, given)
         training = USUAL_TRAINING if self.budget is None else self._settle_budget()
         object.__setattr__(self, "transfer", _filled_in(self.transfer, training[0]))
         object.__setattr__(self, "distill", _filled_in(self.distill, training[1]))

@@ -142,3 +142,12 @@ def test_options_override_those_of_a_config_one_by_one():
     changed = make_config(ConvertConfig, config, {"data": {"max_eval_samples": 9}, "distill": {"learned_lr": 1e-3}})
     assert (changed.data.dataset, changed.data.max_length, changed.data.max_eval_samples) == ("x", 64, 9)
     assert (changed.distill.max_steps, changed.distill.learned_lr) == (50, 1e-3)
+
+
+def test_what_a_budget_fills_in_is_filled_in_anew():
+    usual = ConvertConfig(task_type="causal-lm", model="m")
+    budget = make_config(ConvertConfig, usual, {"budget": "25% cache at 8192"})
+    assert budget == ConvertConfig(task_type="causal-lm", model="m", budget="25% cache at 8192")
+    longer = make_config(ConvertConfig, budget, {"distill": {"num_train_epochs": 2.0}})
+    assert (longer.distill.num_train_epochs, longer.distill.max_steps) == (2.0, None)
+    assert make_config(ConvertConfig, budget, {"budget": None}) == usual
