@@ -54,7 +54,10 @@ def linear_attention_forward(
             "the checkpoint was loaded without it. Load it with hf_linear_attn.load_pretrained(path), or with "
             "trust_remote_code=True."
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling * 1.0
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary positions leave queries and keys in float32; exact attention takes all in the dtype of autocast, too.
+        query, key = query.to(value.dtype), key.to(value.dtype)
     causal = getattr(module, "is_causal", True) if context.causal is None else context.causal
     declared = declared_direction(module)
     causal = bool(causal if is_causal is None else is_causal) and declared.allowed
@@ -170,6 +173,11 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
                     return mechanism(recorded)[1]
 
             layer.advance(state_after, inputs, replay, in_graph=out.requires_grad)
+            if call.module.training and out.requires_grad and state is None and not torch.compiler.is_compiling():
+                logger.warning_once(  # type: ignore[attr-defined]
+                    "A forward pass in training keeps the state for a later one, and a gradient through it is not "
+                    "fused: pass use_cache=False, which is several times faster."
+                )
     weights = None
     if weights_requested:
         with in_memory(mechanism):  # accelerate has unloaded the weights after the mechanism's own forward.

@@ -136,6 +136,9 @@ def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, Stat
     is_far, code, blocks = layout
     total, top = _near(call, query, _Keys(key, value, code, blocks))
     if length <= window:
+        if call.needs_grad():  # the learned parts have a gradient of zeros, not none
+            features = call.query_features(query[:, :, :0], 0), call.key_features(key[:, :, :0], 0)
+            total = total + call.log_mixing_weights().sum() * 0 + sum(part.values.sum() for part in features)
         return total, None
     late, old = slice(window, None), slice(0, length - window)
     mix = call.log_mixing_weights().expand(-1, -1, length)
@@ -242,7 +245,8 @@ def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tenso
         total = weights @ with_ones(keys.value.to(grouped.dtype)).unsqueeze(2)
         return total.flatten(1, 2), top.detach().squeeze(-1).flatten(1, 2)
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    configuration = call.window, call.causal, query.dtype, *(x.shape[1::2] for x in inputs), learning, count <= BLOCK
+    guarded = learning, torch.is_inference_mode_enabled(), query.device, query.shape[0] == 1, count <= BLOCK
+    configuration = call.window, call.causal, query.dtype, *(x.shape[1::2] for x in inputs), *guarded
     out, aux = _compiled(call.scaling, configuration)(*inputs, mask, None)
     blind = aux.lse < FLOOR  # rows without a key: the gradient of -inf would be NaN
     mass, top = aux.lse.masked_fill(blind, 0.0), aux.max_scores.detach().masked_fill(blind, 0.0)
@@ -291,7 +295,7 @@ def _block_mask(code: Tensor, length: int, window: int, causal: bool, shift: int
 def _compiled(scale: float, configuration: object) -> Callable[..., Any]:
     """Return compiled FlexAttention, a function of its own for each configuration.
 
-    A function is compiled only a few times for other sizes; then torch would run it without a kernel, in O(L²) memory.
+    A function is compiled a few times only, eight by default, for what torch does not take to be the same.
     """
     attend = FunctionType(_attend.__code__.replace(), globals(), "attend", (scale,))
     return torch.compile(attend, dynamic=True, fullgraph=True)

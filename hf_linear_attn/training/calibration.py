@@ -160,15 +160,16 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
 def calibrate_untrained(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
     """Calibrate a model of whose learned parts none has been trained, on the first of the batches.
 
-    In a distributed run every process takes as many batches as the first, because a sharded model is called by all.
+    In a distributed run every process takes the batches of the first: a sharded model is called by all, equally often.
     """
     if not is_untrained(model):
         return
     chosen = leading_batches(batches, CALIBRATION_TOKENS)
     if torch.distributed.is_initialized():
-        count = torch.tensor([len(chosen)], device=next(model.parameters()).device)
-        torch.distributed.broadcast(count, 0)
-        chosen = [chosen[index % len(chosen)] for index in range(int(count))]
+        device = chosen[0]["input_ids"].device
+        shared = [[{name: tensor.cpu() for name, tensor in batch.items()} for batch in chosen]]
+        torch.distributed.broadcast_object_list(shared, 0)
+        chosen = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in shared[0]]
     calibrate(model, chosen)
 
 

@@ -6,15 +6,18 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration import attention
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.discovery import self_attention
+from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
+from hf_linear_attn.ops.kernel_inputs import unsupported_inputs
 from hf_linear_attn.registry import ATTENTIONS
 from tests.cases import every_pair
 from tests.comparing import GRADIENT_FACTOR, TOLERANCE, assert_close, logits, relative_error, weighted_sum
 from tests.inputs import padded_batch, token_ids
 from tests.small import patched, randomize_learned, small_options
-from tests.tiny_models import DECODERS
+from tests.tiny_models import DECODERS, LLAMA
 
 
 def gradients(model, **inputs):
@@ -109,6 +112,33 @@ def test_autocast_is_near_float32_and_leaves_the_state_in_float32(name, family):
     out.float().square().sum().backward()
     assert relative_error(out, expected) < depth_factor(model) * TOLERANCE[torch.bfloat16]
     assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_kernels_run_under_autocast(monkeypatch):
+    """Rotary positions leave queries and keys in float32, and kernels want one dtype of all."""
+    model, reasons = patched("window", LLAMA).eval(), []
+    original = backends.attend
+
+    def attend(call):
+        reasons.append(unsupported_inputs(call, "cpu"))
+        return original(call)
+
+    monkeypatch.setattr(backends, "attend", attend)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        cache = model(token_ids(), use_cache=True).past_key_values
+    assert reasons == [None, None]
+    assert {cache.layers[0].state[name].dtype for name in ("ring_key", "ring_value")} == {torch.bfloat16}
+
+
+def test_training_with_a_cache_is_warned_of(caplog):
+    model, warning = patched("hedgehog", LLAMA), "pass use_cache=False, which is several times faster"
+    attention.logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        model(token_ids())
+        model.train()(token_ids(), use_cache=False)
+        assert warning not in caplog.text
+        model(token_ids())
+    assert warning in caplog.text
 
 
 @every_pair(DECODERS)

@@ -150,6 +150,15 @@ def test_blocks_of_the_mask_are_those_that_hold_pairs(padded, causal, monkeypatc
     assert blocks.sum(dim=-1).max() <= 3 + (3 if padded else 2)  # the window, and sinks of either row at either end
 
 
+@BOTH
+def test_rows_within_a_window_have_gradients_of_zeros_for_learned_parts(causal):
+    """None would be an error under DDP, and where nothing else needs a gradient."""
+    built, tensors = doubles("hedgehog", 10)
+    out, _ = flex.run(call_of(built, *tensors, window=20, causal=causal))
+    out.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in built.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_one_graph_serves_every_length(monkeypatch):
