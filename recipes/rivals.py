@@ -371,7 +371,8 @@ class Rivals:
         if variant in self.converted:
             model = hla.load_pretrained(str(self.converted[variant] / "model")).eval()
             results = json.loads((self.converted[variant] / "results.json").read_text(encoding="utf-8"))
-            seconds = sum(stage.get("seconds") or 0.0 for stage in results["stages"].values())
+            stages = {name: one for name, one in results["stages"].items() if not name.startswith("control")}
+            seconds = sum(stage.get("seconds") or 0.0 for stage in stages.values())
         else:
             plan = self.plan(variant)
             start = time.perf_counter()
@@ -414,12 +415,14 @@ class Rivals:
         depends: dict[str, tuple[str, ...]] = {
             "text": ("continuation", "greedy"),
             "recall": ("seed",),
-            "heads": ("exact_share", "window_size"),
-            "preparation": ("exact_share",),
+            "heads": ("exact_share", "window_size", "search_length"),
+            "preparation": (),
         }
         options = to_dict(self.config)
-        names = (*depends[measurement], *(("window_size", "search_length") if variant in OURS else ()))
-        files = ("test_text",) if measurement == "text" else ("train_text",) if variant in OURS else ()
+        made = ("exact_share", "window_size", "search_length") if variant in OURS else ()
+        names = (*depends[measurement], *made)
+        is_fitted = bool(made) or measurement == "heads"
+        files = [*(["test_text"] if measurement == "text" else []), *(["train_text"] if is_fitted else [])]
         settings = {name: options[name] for name in names} | {name: Path(str(options[name])).name for name in files}
         return Conditions(self.name, "", variant, measurement, settings=settings, **where)
 
@@ -476,28 +479,34 @@ class Rivals:
 
     # ---------------------------------------------------------------------------------------------- the report
 
+    def measured(self, variant: str, measurement: str, **where: Any) -> dict[str, Any]:
+        """Return the values of a measurement by these options; empty where it has not been made."""
+        record = self.study.records.latest(self.conditions(variant, measurement, **where))
+        return {} if record is None else {row["metric"]: row["value"] for row in record.values}
+
     def results(self) -> list[dict[str, Any]]:
         """Return a row for each length and variant, of what has been measured."""
-        frame = self.study.records.to_frame()
-        frame = frame[frame["model"] == self.name]
-        prepared = frame[frame["metric"] == "preparation"].set_index("attention")["value"].to_dict()
-        rows = []
-        for length in self.config.lengths:
-            part = frame[frame["length"] == length]
-            texts = part.pivot_table("value", "seed", ["attention", "metric"], aggfunc="first")
+        config, rows = self.config, []
+        for length in config.lengths:
+
+            def texts(variant: str, length: int = length) -> pd.DataFrame:
+                where = [{"length": length, "seed": index} for index in range(config.texts)]
+                return pd.DataFrame([self.measured(variant, "text", **one) for one in where])
+
+            exact = texts(EXACT)
             for variant in self.variants:
-                measured = part[part["attention"] == variant]
-                if not len(measured):
-                    continue
-                row: dict[str, Any] = {"length": length, "variant": variant, "preparation": prepared.get(variant, 0.0)}
-                if "output" in set(measured["metric"]):
-                    row |= _compare(texts[variant], texts[EXACT])
-                scores = measured[measured["metric"] == "scores"].groupby("task", sort=False)["value"].sum()  # of lists
-                row["recall"] = {
-                    task: {"score": sum(one) / len(one), "prompts": len(one), "scores": one}
-                    for task, one in scores.items()
-                }
-                rows.append(row)
+                preparation = self.measured(variant, "preparation").get("preparation", 0.0)
+                row: dict[str, Any] = {"length": length, "variant": variant, "preparation": preparation, "recall": {}}
+                if len((own := texts(variant)).columns):
+                    row |= _compare(own, exact)
+                for task in config.tasks:
+                    where = [{"length": length, "task": task, "seed": index} for index in range(config.trials)]
+                    parts = [self.measured(variant, "recall", **one).get("scores", []) for one in where]
+                    if scores := [score for part in parts for score in part]:
+                        facts = {"score": sum(scores) / len(scores), "prompts": len(scores), "scores": scores}
+                        row["recall"][task] = facts
+                if row["recall"] or "loss" in row:
+                    rows.append(row)
         return rows
 
     def report(self) -> None:

@@ -6,6 +6,7 @@ Decoders answer by generating, greedily. Encoders answer by retrieval: which of 
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import math
 import random
@@ -64,9 +65,11 @@ class Recall:
             where the answer is said in several places), `distance` (tokens from where the answer was first said to
             where it is due), `trial`, `score` (the share of the expected answers that were generated), `correct` (all
             of them).
+        prompts: What identifies the prompts.
     """
 
     table: pandas.DataFrame
+    prompts: str = ""
 
     def summary(self, by: Sequence[str] = ("task", "length")) -> pandas.DataFrame:
         """Return a row for each task and length: `prompts`, the mean `score`, and `low` and `high`, its 95 % interval.
@@ -86,7 +89,7 @@ class Recall:
             ValueError: The other one answered other prompts.
         """
         keys = ["task", "length", "depth", "trial"]
-        if not self.table[keys].equals(other.table[keys]):
+        if self.prompts != other.prompts or not self.table[keys].equals(other.table[keys]):
             raise ValueError("against: both must have answered the same prompts. Measure with the same arguments.")
         difference = self.table["score"] - other.table["score"]
         rows = self.table[["task", "length"]].assign(wins=difference > 0, ties=difference == 0, losses=difference < 0)
@@ -166,6 +169,7 @@ def measure_recall(
     maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
     cells = [(task, length) for task in chosen for length in lengths]
     rows: list[dict[str, Any]] = []
+    identity = hashlib.sha256()
     for task, length in cells:
         on_batch(len(rows), trials * len(depths) * len(cells))
         cell = {"task": task, "length": length}
@@ -180,7 +184,8 @@ def measure_recall(
         for index, (prompt, score) in enumerate(zip(prompts, scores, strict=True)):
             row = {"depth": prompt.depth, "distance": length - min(prompt.positions), "trial": index // len(depths)}
             rows.append({**cell, **row, "score": score, "correct": score == 1})
-    return Recall(pd.DataFrame(rows))
+        identity.update(repr([prompt.ids for prompt in prompts]).encode())
+    return Recall(pd.DataFrame(rows), identity.hexdigest())
 
 
 def _prompts(

@@ -245,12 +245,11 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
     def state_bytes(shape: AttentionShape, width: int, cache_dtype: CacheDtype) -> int:
         return WindowAttention(shape, replace(options, window_size=width, cache_dtype=cache_dtype)).state_bytes()
 
-    def fit(cache_dtype: CacheDtype) -> Choice:
+    def fit(cache_dtype: CacheDtype) -> Choice | None:
         states = {width: sum(state_bytes(shape, width, cache_dtype) for shape in shapes) / whole for width in WINDOWS}
         within = [width for width, share in states.items() if share <= limit]
         if not within:
-            least = f"windows of {WINDOWS[0]} tokens take {states[WINDOWS[0]]:.1%} of the cache at {length:,} tokens"
-            raise ValueError(f"The budget of {limit:.0%} cannot be met: {least}. Allow more, or count longer inputs.")
+            return None
         within = [width for width in within if 2 * width <= longest] or within[:1]
         window = max([width for width in within if states[width] <= WINDOW_SHARE * limit], default=within[0])
         # As many heads as fit are exact: of share s they and the others take s exact + (1 - s) state <= limit.
@@ -265,7 +264,12 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
         return Choice(share, window, text, cache_dtype)
 
     own = fit(options.cache_dtype)
-    if own.share:
+    if own is not None and own.share:
         return own
     rounded = fit("int8")
-    return rounded if rounded.share else own
+    choice = own if rounded is None or (own is not None and not rounded.share) else rounded
+    if choice is None:
+        least = sum(state_bytes(shape, WINDOWS[0], "int8") for shape in shapes) / whole
+        taken = f"windows of {WINDOWS[0]} tokens, stored in int8, take {least:.1%} of the cache at {length:,} tokens"
+        raise ValueError(f"The budget of {limit:.0%} cannot be met: {taken}. Allow more, or count longer inputs.")
+    return choice

@@ -236,7 +236,9 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
             return [{**row, **own[label]} for label in own for row in results[label]]
 
         for index, length in enumerate(lengths):
-            conditions = exact.conditions(measurement, length=length, batch_size=batch_size, options=models)
+            given = {"seconds": settings.seconds, "flops": settings.flops}
+            sizes = {"length": length, "batch_size": batch_size}
+            conditions = exact.conditions(measurement, **sizes, options=models, settings=given)
             reason = None
             if study.records.latest(conditions) is None and (single or done):
                 last = max(done, default=length)

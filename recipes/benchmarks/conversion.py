@@ -121,7 +121,9 @@ def glue(
             changed["distill"] = {**base["distill"], **VARIANTS[variant]}
             facts = {"model": Path(model).name, "task": task, "seed": seed}
             facts |= {"mechanism": mechanism or CONTROL, "variant": variant}
-            yield Cell(facts, partial(_converted, exact, {**changed, "data": data}), changed)
+            yield Cell(
+                facts, partial(_converted, exact, {**changed, "data": data}), {**changed, "teacher": options["teacher"]}
+            )
 
 
 def _converted(exact: Callable[[], Path], options: Options) -> Rows:
@@ -165,7 +167,7 @@ def fidelity(
     for mechanism in workloads.mechanism_names(attention, decoder):
         facts = {"model": Path(name).name, "attention": mechanism}
         call = partial(_fidelity, source, {**options, "attention": (mechanism,)}, decoder)
-        yield Cell(facts, call, {"steps": steps, "seed": seed})
+        yield Cell(facts, call, {"steps": steps, "seed": seed, "dataset": Path(dataset or PYTHON_DOCUMENTATION).name})
 
 
 def _fidelity(source: str, options: Options, decoder: bool) -> Rows:
@@ -223,7 +225,8 @@ def linear_part(
         raise ValueError(f"outside: {unknown[0]!r} is none of {', '.join(OUTSIDE)}.")
     exact = load_exact(model, "decoder", torch.device("cpu")).float().eval()
     tokenizer = load_tokenizer(TrainingRunConfig(model=model))
-    facts, settings = {"model": Path(model).name}, {"length": length, "rows": rows, "calibrated on": Path(dataset).name}
+    facts, names = {"model": Path(model).name}, [Path(path).name for path in texts]
+    settings = {"length": length, "rows": rows, "calibrated on": Path(dataset).name, "texts": names}
 
     @cache
     def rows_of(path: str, count: int) -> list[list[int]]:

@@ -35,7 +35,11 @@ def onnx(
         rounds: Timed calls of each length.
     """
     for name in attention:
-        yield Cell({"attention": name}, partial(_measure_graph, name, sorted(lengths), rounds), {"lengths": lengths})
+        yield Cell(
+            {"attention": name},
+            partial(_measure_graph, name, sorted(lengths), rounds),
+            {"lengths": lengths, "rounds": rounds},
+        )
 
 
 def _measure_graph(attention: str, lengths: Sequence[int], rounds: int) -> Rows:

@@ -169,6 +169,9 @@ def test_an_oracle_recalls_everything_and_a_short_sighted_one_nothing() -> None:
     assert comparison.loc[("niah_single_1", 900), "wins"] == 4
     with pytest.raises(ValueError, match="the same prompts"):
         perfect.against(measure_recall(oracle, Characters(), tasks=["mqar"], lengths=(900,)))
+    one, other = (measure_recall(oracle, Characters(), tasks=["mqar"], lengths=(900,), seed=seed) for seed in (0, 1))
+    with pytest.raises(ValueError, match="the same prompts"):
+        one.against(other)
 
 
 def test_a_summary_has_the_interval_of_each_mean() -> None:

@@ -131,6 +131,17 @@ def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert (out / "records.jsonl").read_text().count('"kind": "record"') == records > 0
 
 
+def test_answers_by_other_options_are_no_part_of_a_report(tmp_path: Path) -> None:
+    arguments, out = [*recipe_arguments(tmp_path), "--variants", "mixture"], tmp_path / "out"
+    sizes = []
+    for share in ("0.3", "0.8"):
+        assert main([*arguments, f"--exact_share={share}"]) == 0
+        rows = {row["variant"]: row for row in json.loads((out / "results.json").read_text())["rows"]}
+        assert rows["mixture"]["recall"]["niah_multikey_1"]["prompts"] == 4
+        sizes.append(rows["mixture"]["bytes"])
+    assert sizes[0] < sizes[1]
+
+
 def test_a_conversion_joins_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its model is that of the folder of `convert`, and its preparation what all stages took."""
     arguments, folder = recipe_arguments(tmp_path), tmp_path / "converted"

@@ -76,3 +76,11 @@ def test_points_of_an_error_are_no_budget() -> None:
     with pytest.raises(ValueError, match=r"'0\.5 points' needs a metric of which more is better, not 'mse'"):
         budget.check_metric("mse", greater_is_better=False)
     Budget.parse("1% perplexity").check_metric("loss", greater_is_better=False)
+
+
+def test_int8_meets_what_windows_in_float32_do_not() -> None:
+    model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
+    budget = Budget.parse("15% cache at 600")
+    assert choose(budget, model, 1024, lambda share, window: None).cache_dtype == "int8"
+    with pytest.raises(ValueError, match=r"cannot be met: windows of 64 tokens, stored in int8, take 14\.\d%"):
+        choose(Budget.parse("14% cache at 600"), model, 1024, lambda share, window: None)
