@@ -69,7 +69,8 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
         raise OptionError("data.max_length", f"{max_length!r} leaves no room for text beside {special} special tokens.")
     for row, value in enumerate(dataset["label"][:]):
-        if value is None or (isinstance(value, int) and value < 0) or not math.isfinite(value):
+        is_hidden = value is None or (isinstance(value, int) and value < 0)
+        if is_hidden or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
