@@ -182,18 +182,11 @@ def json_rows(path: Path) -> Rows:
 
 def _parquet_rows(path: Path) -> Rows:
     import pyarrow.parquet as parquet
-    from datasets import ClassLabel, Features
 
     try:
-        table = parquet.read_table(io.BytesIO(_read_bytes(path)))
+        return enumerate(parquet.read_table(io.BytesIO(_read_bytes(path))).to_pylist())
     except (ValueError, OSError) as error:  # Arrow's own errors are subclasses of these
         raise OSError(f"{str(path)!r} is not a readable Parquet file ({error}).") from error
-    features = Features.from_arrow_schema(table.schema)
-    classes = {name: kind.names for name, kind in features.items() if isinstance(kind, ClassLabel)}
-    for number, row in enumerate(table.to_pylist()):
-        for name, names in classes.items():  # -1 is a hidden label
-            row[name] = None if row[name] is None or row[name] < 0 else names[row[name]]
-        yield number, row
 
 
 def _document_rows(path: Path, documents: Documents = "auto") -> Rows:

@@ -164,6 +164,8 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
         full = AttentionInputs(query, key, value, call.scaling, causal, mask).visible()
     else:
         full = None if mask is None else mask[:, None, None, :].expand(-1, 1, length, -1)
+    if full is not None and not full.is_floating_point():
+        full = full.bool()
     if is_additive and full is not None:
         if full.dtype == torch.bool:
             zeros = torch.zeros(full.shape, dtype=query.dtype, device=query.device)

@@ -119,13 +119,9 @@ def _linear_layers(model: PreTrainedModel) -> set[int]:
 
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what identifies a patched model: its class, its linear attention, and checksums of its weights.
-
-    The frequencies of rotary positions are among them.
-    """
+    """Return what identifies a patched model: its class, its linear attention, and checksums of its weights."""
     check_patched(model)
-    own = (f".{SUBMODULE}.", "inv_freq")
-    buffers = ((name, tensor) for name, tensor in model.named_buffers() if any(part in name for part in own))
+    buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
     return {
         "class": base_class(type(model)).__name__,
         "linear attention": config_fields(model)[CONFIG_FIELD],

@@ -138,7 +138,8 @@ class FinetuningTrainer(ResumableTrainer):
         targets = losses.count_targets(labels, self._loss_shifts_labels).sum()
         if training and getattr(outputs, "aux_loss", None) is not None:
             parts["router"] = outputs.aux_loss * targets
-            weights["router"] = getattr(self.model.config, "router_aux_loss_coef", 0.0)
+            config: Any = self.model.config
+            weights["router"] = getattr(config.get_text_config(), "router_aux_loss_coef", 0.0)
         if not training:
             predictions = self._predictions(outputs, inputs)
             rows = losses.row_losses(predictions, labels, self._loss_shifts_labels, self._task_loss)
@@ -342,7 +343,7 @@ class DistillationTrainer(FinetuningTrainer):
         parts = {}
         if config.task_weight:
             parts["task"] = self._task_loss(rows, classes)
-        if with_logits and labels.is_floating_point() and labels.dim() > 1:
+        if with_logits and labels.is_floating_point() and rows.shape[-1] > 1:
             raise ValueError("The softmax of several labels a row says nothing of each. Set logits_weight=0.")
         if with_logits:
             expected = target.logits[:, carried:] if carried else target.logits

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Dataset, DatasetDict
 from transformers import EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
@@ -233,15 +233,6 @@ def test_splits_that_nothing_is_done_with_may_lack_labels(tmp_path):
     rows = "text,label\n" + "\n".join(f"t{number},{number % 2}" for number in range(20))
     folder = write(tmp_path, {"data/train.csv": rows, "data/test.csv": "text,label\nx,-1\n"})
     assert set(load_labelled(DataConfig(dataset=str(folder / "data")))[1]) == {"train", "validation"}
-
-
-def test_classes_of_a_parquet_file_have_their_names(tmp_path):
-    features = Features({"text": Value("string"), "label": ClassLabel(names=["pos", "neg"])})
-    rows = Dataset.from_dict({"text": ["x"] * 12, "label": [0, 1] * 6}, features=features)
-    rows.to_parquet(tmp_path / "data.parquet")
-    task, splits = load_labelled(DataConfig(dataset=str(tmp_path / "data.parquet")))
-    assert set(task.labels) == {"pos", "neg"}
-    assert {task.labels[number] for number in splits["train"]["label"]} == {"pos", "neg"}
 
 
 def test_the_first_of_several_validation_splits_decides(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
         data__text_columns=["text"],
         teacher__max_steps=None,
     )
-    config = config.__class__(**{**vars(config), "teacher": type(config.teacher)()})
+    config = replace(config, teacher=type(config.teacher)())
     with pytest.raises(ValueError, match="pooling_mode_cls_token"):
         convert(config, console=quiet())
     assert not (tmp_path / "out").exists()
