@@ -123,7 +123,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.tokens += inputs.key.shape[2]
 
     def check_hidden(self, mask: Tensor) -> None:
-        """Raise where a mask `[B, tokens]` hides tokens that the state has summed up, as it came without a mask."""
+        """Raise where a mask `[B, tokens]` hides tokens that are in the state, since earlier calls had no mask."""
         if self.tokens and not self.has_mask and not torch.compiler.is_compiling() and not bool(mask.all()):
             raise ValueError(
                 "The attention mask hides tokens of the cache, which a recurrent state cannot leave out again. Pass "

@@ -154,11 +154,12 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
         seen = 0 if call.context.causal is None else keys - length
         check_length(mask, seen, keys - seen)
     is_4d = mask is not None and mask.dim() == 4
-    if "flash" in implementation and is_4d:  # the pattern of a window, say: flash attention takes padding only
+    takes_padding = "flash" in implementation and not is_4d
+    if "flash" in implementation and is_4d:  # the pattern of a window, say, which flash attention does not take
         capped = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
         implementation = "eager" if capped else "sdpa"
-    is_additive = implementation != "sdpa" and "flash" not in implementation
-    if "flash" in implementation or is_4d:
+    is_additive = implementation != "sdpa" and not takes_padding
+    if takes_padding or is_4d:
         full: Tensor | None = mask
     elif causal and length > 1 and (mask is not None or length != keys or is_additive):
         full = AttentionInputs(query, key, value, call.scaling, causal, mask).visible()

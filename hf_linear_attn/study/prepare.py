@@ -612,7 +612,7 @@ def _prepare(
 
 
 def refuse_unused(data: DataConfig, *names: str) -> None:
-    """Raise where options are given that a text does not need."""
+    """Raise an OptionError for options of the data that have no effect where a text is read."""
     for name in names:
         if getattr(data, name) != default_of(DataConfig, name):
             raise OptionError(f"data.{name}", "is for labelled data, and this model reads a text. Leave it out.")

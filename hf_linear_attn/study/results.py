@@ -290,8 +290,7 @@ class Evaluation:
     def longest_quality_input(self) -> int:
         """Return the tokens of the longest input that the first score was measured on."""
         first = self.scores[0]
-        task = {"task": first.task} if first.task else {}
-        return int(self.value(first.measurement, "longest_input", label=EXACT_LABEL, **task) or 0)
+        return int(self.value(first.measurement, "longest_input", label=EXACT_LABEL, task=first.task) or 0)
 
     def warnings(self) -> list[str]:
         """Return what limits the conclusions: data that cannot measure attention, noisy times, another precision."""

@@ -124,9 +124,9 @@ class FinetuningTrainer(ResumableTrainer):
     ) -> Any:
         """Return the loss of one batch as its share of the loss over all targets of the step (see `Trainer`)."""
         labels = inputs.get("labels")
-        if labels is None and self.needs_labels:
-            raise ValueError(f"The batch has no labels: {type(self).__name__} needs them. Add a column 'labels'.")
         if labels is None:
+            if self.needs_labels:
+                raise ValueError(f"The batch has no labels: {type(self).__name__} needs them. Add a column 'labels'.")
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         training = torch.is_grad_enabled()
         if training and self.args.disable_dropout:
@@ -343,9 +343,9 @@ class DistillationTrainer(FinetuningTrainer):
         parts = {}
         if config.task_weight:
             parts["task"] = self._task_loss(rows, classes)
-        if with_logits and labels.is_floating_point() and rows.shape[-1] > 1:
-            raise ValueError("The softmax of several labels a row says nothing of each. Set logits_weight=0.")
         if with_logits:
+            if labels.is_floating_point() and rows.shape[-1] > 1:
+                raise ValueError("The softmax of several labels a row says nothing of each. Set logits_weight=0.")
             expected = target.logits[:, carried:] if carried else target.logits
             target_rows, _ = losses.select_targets(expected, labels, shift)
             parts["logits"] = losses.logits_loss(rows, target_rows, config.temperature)
