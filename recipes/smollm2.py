@@ -216,7 +216,7 @@ class Variants:
             model.save_pretrained(folder / "model")
             return model
         # The plans below have the exact heads.
-        changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0, "control": variant == CONTROL}
+        changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0, "control": False}
         changes |= {"output": str(folder), "resume": folder.exists()}
         if variant != CONTROL:
             path = self.folder / "plans" / f"{variant}.json"

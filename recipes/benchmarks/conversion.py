@@ -117,7 +117,7 @@ def glue(
             settings = {"model": model, "data": data, "seed": seed}
             exact = partial(finetuned, options, "teacher", output=Path(work, f"{task}-{seed}"), **settings)
             row = {"attention": mechanism, **MECHANISMS.get(str(mechanism), {})}
-            changed = {**base, **row, "control": mechanism is None, "seed": seed}
+            changed = {**base, **row, "seed": seed}
             changed["distill"] = {**base["distill"], **VARIANTS[variant]}
             facts = {"model": Path(model).name, "task": task, "seed": seed}
             facts |= {"mechanism": mechanism or CONTROL, "variant": variant}

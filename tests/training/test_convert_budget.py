@@ -182,7 +182,7 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
     with pytest.raises(ValueError, match=r"bidirectional: train it as masked-lm, embedding or classification"):
         convert(**{**options, "model": str(folder / "encoder")}, budget="1% perplexity")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="windows of 64 tokens take"):
+    with pytest.raises(ValueError, match="windows of 64 tokens, stored in int8, take"):
         convert(**options, budget="1% cache at 100", speed={"lengths": []})
 
 
