@@ -2,7 +2,7 @@
 
 A budget of quality is the most that a score may lose, and one of recall the least share of the exact model's that must
 remain; one of speed is the least speedup, and one of cache the largest share of the exact model's cache, at a length.
-`plan` measures what meets it, and `choose` finds exact heads and windows for `convert`.
+`plan` measures what meets it, and `choose_heads_and_window` finds exact heads and windows for `convert`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def quarter_window(longest: int) -> int:
     return max(widths, default=NARROW_WINDOWS[0])
 
 
-def choose(
+def choose_heads_and_window(
     budget: Budget,
     model: PreTrainedModel,
     longest: int,

@@ -37,7 +37,7 @@ from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
 from ..utils.timing import is_measurable
-from .budgets import Budget, choose, quarter_window, scored
+from .budgets import Budget, choose_heads_and_window, quarter_window, scored
 from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
 from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics, tensors_of
 
@@ -287,7 +287,7 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
         chosen, reason = config.options, ""
         if budget is not None:
             measure = partial(_measure_choice, run, teacher, search, budget)
-            choice = choose(budget, teacher, data.longest, measure, chosen)
+            choice = choose_heads_and_window(budget, teacher, data.longest, measure, chosen)
             search, chosen = search.with_share(choice.share), {**chosen, "window_size": choice.window}
             if choice.cache_dtype != "auto":
                 chosen["cache_dtype"] = choice.cache_dtype

@@ -283,7 +283,7 @@ class LayerSearch:
     def run(self) -> PlanResult:
         """Measure, choose and verify."""
         budget, unit, score = self.budget, self.unit, self.score
-        references = self.references
+        references = self.reference_values
         assessments = [self.assess(data, references[data]) for data in self.measurements]
         informative = all(one.valid for one in assessments)
         single_layers = [] if self.heads else self.single_layers()
@@ -293,13 +293,16 @@ class LayerSearch:
         for index, one in enumerate(path):
             self.study.progress.status(f"models with linear {part}", index, len(path))
             measured.append(self.with_quality(one, "choice"))
-        exact = Candidate(divergence=0.0, score=references["choice"]["score"], damage=0.0)
-        for cost, length in self.costs():
-            getattr(exact, cost)[str(length)] = 1.0
+        costs = self.costs()
+        own: dict[str, Any] = {
+            name: {str(length): 1.0 for cost, length in costs if cost == name} for name in ("speedup", "cache")
+        }
+        exact = Candidate(divergence=0.0, score=references["choice"]["score"], damage=0.0, **own)
+        for cost, length in costs:
             for index, one in enumerate(measured):
                 self.study.progress.status(f"{cost} at {length:,} tokens", index, len(path))
                 measured[index] = self.with_cost(one, cost, length, "choice")
-        chosen, within_budget = self.choose(measured, informative)
+        chosen, within_budget = self.best_of(measured, informative)
         self.study.progress.status("verification", 0, 1)
         verified = self.with_quality(replace(chosen, speedup={}, unsure=[]), "verification")
         if budget.cost == "speedup":
@@ -346,7 +349,7 @@ class LayerSearch:
         return self.budget.unit_for(self.planned.exact.kind)
 
     @cached_property
-    def references(self) -> dict[str, dict[str, Any]]:
+    def reference_values(self) -> dict[str, dict[str, Any]]:
         """The values of the exact model and of the model without attention, on both data sets."""
         values = {}
         for index, data in enumerate(self.measurements):
@@ -404,7 +407,7 @@ class LayerSearch:
 
     def assess(self, data: str, values: Mapping[str, Any]) -> Assessment:
         """Apply the rule that `evaluate` shares."""
-        exact, floor = self.references[data], self.references[f"{data}, no attention"]
+        exact, floor = self.reference_values[data], self.reference_values[f"{data}, no attention"]
         return assess(
             values["score"],
             exact["score"],
@@ -423,7 +426,7 @@ class LayerSearch:
             one,
             divergence=values["divergence"],
             score=values["score"],
-            damage=self.unit.damage(self.references[data], values),
+            damage=self.unit.damage(self.reference_values[data], values),
             chance=self.assess(data, values).chance,
         )
 
@@ -464,7 +467,7 @@ class LayerSearch:
                 mechanism.load_state_dict(learned.state_dict())
         return model.eval()
 
-    def choose(self, rows: Sequence[Candidate], informative: bool) -> tuple[Candidate, bool]:
+    def best_of(self, rows: Sequence[Candidate], informative: bool) -> tuple[Candidate, bool]:
         """Choose a candidate; where none is within the budget, the nearest one, with False."""
         budget = self.budget
         within = [one for one in rows if one.is_within(budget, informative=informative)]

@@ -78,7 +78,7 @@ def references(model: PreTrainedModel) -> list[Variant]:
     ]
 
 
-def variants_of(one: PreparedModel, study: Study) -> Iterator[tuple[Iterable[Variant], bool]]:
+def variants_of(one: PreparedModel, study: Study) -> Iterator[tuple[list[Variant], bool]]:
     """Yield the variants of a model by rows of the summary, and whether they are linear."""
     for reference in references(one.exact.model):
         yield [reference], False
@@ -92,15 +92,15 @@ def variants_of(one: PreparedModel, study: Study) -> Iterator[tuple[Iterable[Var
             yield [own], bool(group.layers)
 
 
-def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> Iterator[Variant]:
-    """Yield a mechanism untrained (what it learns is calibrated) and, if it learns, after attention transfer.
+def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> list[Variant]:
+    """Return a mechanism untrained (what it learns is calibrated) and, if it learns, after attention transfer.
 
-    There is nothing if a seed changes nothing.
+    Each loads a model of its own. There is nothing if a seed changes nothing.
     """
     entry, settings, inputs, exact = ATTENTIONS.get(name), one.settings, one.inputs, one.exact
     trains, options = entry.learned and settings.steps > 0, seed_options(entry, seed)
     if not trains and not options and seed != settings.seeds[0]:
-        return
+        return []
 
     def start() -> PreTrainedModel:
         model = patch_model(shared_copy(exact.model), name, **options)
@@ -108,26 +108,21 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
             calibrate_untrained(model, inputs.train)
         return model
 
-    patched = cache(start)
-    first = Variant(name, name, patched, "untrained", seed if trains or options else None, options)
+    untrained = Variant(name, name, cache(start), "untrained", seed if trains or options else None, options)
     if not trains:
-        yield first
-        return
+        return [untrained]
     transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
     transfer |= {"data": inputs.hash, "order": settings.seed}
     rows = {key: item for key, item in transfer.items() if key not in ("steps", "evaluations")}
-    first = replace(first, settings={"calibration": rows})
-    yield first
-    after = replace(first, state="transferred", settings={"transfer": transfer})
+    after = replace(untrained, state="transferred", settings={"transfer": transfer})
     conditions = after.of(exact.conditions("attention_transfer"))
-    trained = cache(lambda: transferred(one, study, patched(), conditions))
-    if study.records.known(conditions, name) is None:
-        trained()
-    yield replace(after, load=trained)
+    study.records.known(conditions, name)  # the report shows an earlier transfer also where nothing has to be measured
+    load = cache(lambda: transferred(one, study, start(), conditions))
+    return [replace(untrained, settings={"calibration": rows}), replace(after, load=load)]
 
 
 def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions) -> PreTrainedModel:
-    """Return a patched copy with its learned parameters trained: the stored ones, or those of a transfer now."""
+    """Give a patched model its trained parameters, the stored ones or those of a transfer now, and return it."""
     settings, name = one.settings, conditions.attention
 
     def train() -> tuple[Values, Learned]:

@@ -8,7 +8,7 @@ import pytest
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.study.budgets import Budget, choose
+from hf_linear_attn.study.budgets import Budget, choose_heads_and_window
 from tests.tiny_models import tiny_model
 
 LAYERS, HEADS, WIDTH = 3, 4, 64
@@ -18,7 +18,9 @@ LAYERS, HEADS, WIDTH = 3, 4, 64
 @pytest.mark.parametrize(("percent", "length"), [(25, 8192), (37, 4096), (12, 9000), (150, 4000)])
 def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[str, Any]) -> None:
     model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
-    choice = choose(Budget.parse(f"{percent}% cache at {length}"), model, 1024, lambda share, window: None, options)
+    choice = choose_heads_and_window(
+        Budget.parse(f"{percent}% cache at {length}"), model, 1024, lambda share, window: None, options
+    )
     count = round(choice.share * LAYERS * HEADS)
     assert 0 < count < LAYERS * HEADS
     # The first heads are exact: where that is all of a layer, it has an ordinary cache, or one in int8.
@@ -33,7 +35,9 @@ def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[
     state = sum(mechanism.state_bytes(length) for mechanism in mechanisms) + (LAYERS - len(mechanisms)) * cache
     assert state <= percent / 100 * LAYERS * cache
     if options.get("cache_dtype") and percent == 12:
-        float32 = choose(Budget.parse(f"{percent}% cache at {length}"), model, 1024, lambda share, window: None)
+        float32 = choose_heads_and_window(
+            Budget.parse(f"{percent}% cache at {length}"), model, 1024, lambda share, window: None
+        )
         assert choice.share > 2 * float32.share
 
 
@@ -51,7 +55,7 @@ def test_where_no_head_fits_caches_are_in_int8_or_windows_take_the_budget(
     budget: str, longest: int, choice: tuple[float, int, str]
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, hidden_size=256)
-    chosen = choose(Budget.parse(budget), model, longest, lambda share, window: None)
+    chosen = choose_heads_and_window(Budget.parse(budget), model, longest, lambda share, window: None)
     assert (chosen.share, chosen.window, chosen.cache_dtype) == choice
     options = {"window_size": chosen.window, "cache_dtype": chosen.cache_dtype}
     whole = {"attention": "softmax", "cache_dtype": "int8"}
@@ -63,11 +67,13 @@ def test_where_no_head_fits_caches_are_in_int8_or_windows_take_the_budget(
 
 def test_where_no_untrained_choice_keeps_the_quality_the_best_is_trained() -> None:
     damage = {0.0: 0.4, 0.05: 0.3, 0.1: 0.25, 0.2: 0.2, 0.35: 0.05, 0.5: 0.06}
-    choice = choose(Budget.parse("0.01 nats"), tiny_model("llama"), 512, lambda share, window: damage[share])
+    choice = choose_heads_and_window(
+        Budget.parse("0.01 nats"), tiny_model("llama"), 512, lambda share, window: damage[share]
+    )
     assert (choice.share, choice.window) == (0.35, 128)
     assert choice.reason.startswith("untrained none is within 0.01 nats, and training has to do the rest: +0.4000 nats")
     with pytest.raises(ValueError, match=r"No choice is within the budget '2x at 512': 1\.10x with 50% exact heads"):
-        choose(Budget.parse("2x at 512"), tiny_model("llama"), 512, lambda share, window: 1.1)
+        choose_heads_and_window(Budget.parse("2x at 512"), tiny_model("llama"), 512, lambda share, window: 1.1)
 
 
 def test_points_of_an_error_are_no_budget() -> None:
@@ -81,6 +87,6 @@ def test_points_of_an_error_are_no_budget() -> None:
 def test_int8_meets_what_windows_in_float32_do_not() -> None:
     model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
     budget = Budget.parse("15% cache at 600")
-    assert choose(budget, model, 1024, lambda share, window: None).cache_dtype == "int8"
+    assert choose_heads_and_window(budget, model, 1024, lambda share, window: None).cache_dtype == "int8"
     with pytest.raises(ValueError, match=r"cannot be met: windows of 64 tokens, stored in int8, take 14\.\d%"):
-        choose(Budget.parse("14% cache at 600"), model, 1024, lambda share, window: None)
+        choose_heads_and_window(Budget.parse("14% cache at 600"), model, 1024, lambda share, window: None)

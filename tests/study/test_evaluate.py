@@ -218,7 +218,7 @@ def test_what_a_value_depends_on_is_in_its_conditions(folder: Path, tmp_path: Pa
     def conditions(**options: Any) -> tuple[str, str]:
         changed = {**SMALL, "attention": ["window"], "seeds": (0,), **options}
         (one,) = prepare(str(folder / "bert"), with_options(EvaluateConfig(), changed, data))
-        untrained = next(mechanism_stages(one, Study(), "window", 0))
+        untrained, _ = mechanism_stages(one, Study(), "window", 0)
         pairs, embeddings = (one_of for one_of, _ in one.inputs.measurements)
         return pairs.id, untrained.of(embeddings).id
 
