@@ -314,13 +314,10 @@ def name_patched(root: nn.Module) -> None:
             model.name_or_path = model.name_or_path + PATCHED_NAME  # type: ignore[operator]
 
 
+@functools.cache
 def follow_parts() -> None:
     """From now on, let a model become a patched one when a patched model is put into it."""
-    if not _following:
-        _following.append(register_module_module_registration_hook(_part_added))
-
-
-_following: list[Any] = []
+    register_module_module_registration_hook(_part_added)
 
 
 def _part_added(parent: nn.Module, name: str, part: Any) -> None:

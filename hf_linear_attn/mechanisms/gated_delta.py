@@ -70,15 +70,12 @@ class GatedDeltaAttention(LinearAttention):
         self.begin_forward(inputs)
         call = GatedCall(
             *inputs.tensors,
-            lambda x, start: self._queries(x, inputs.scaling),
+            lambda x, start: Features(functional.normalize(self.feature_map.query(x, inputs.scaling).values, dim=-1)),
             lambda x, start: self._keys(x, inputs.scaling),
             self.feature_map.num_features,
             **inputs.settings,
         )
         return ops.delta_causal(call)
-
-    def _queries(self, query: Tensor, scaling: float) -> Features:
-        return Features(functional.normalize(self.feature_map.query(query, scaling).values, dim=-1))
 
     def _keys(self, key: Tensor, scaling: float) -> ops.DeltaKeys:
         weight, bias = self.gate_weight.to(key.dtype), self.gate_bias.to(key.dtype)

@@ -223,8 +223,7 @@ def attention_outputs_loss(call: AttentionCall, rows: Tensor | None = None, norm
     """Return `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²` over heads and queries i, for exact outputs o and the mechanism's ô.
 
     Args:
-        call: A call of a layer's attention, with exact outputs.
-        rows: `[B, H, L]`, true for the queries i that count; None for those that are real tokens.
+        call, rows: As for `attention_weights_loss`.
         norm: What to divide by; None for `Σ ‖o_i‖²`.
     """
     rows = call.real_queries() if rows is None else rows

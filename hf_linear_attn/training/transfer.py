@@ -116,8 +116,7 @@ def transfer_attention(
       layer: in expectation this is the loss of all queries, at a fraction of its cost;
     - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`, of as many queries for `gla` and `rfa`, of all for others.
 
-    For weights, a hybrid adds the loss of its linear branch by itself, over the keys outside the window; otherwise the
-    window would do all the work.
+    For weights, a hybrid adds the loss of its linear branch by itself, over the keys outside the window.
 
     In a distributed run every process passes its own batches, and gradients are averaged. The losses are differentiated
     inside the model's forward pass, one block of queries after another, which bounds their memory. Wrappers that reduce
