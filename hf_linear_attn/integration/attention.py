@@ -145,7 +145,7 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
             start = 0 if layer is None else layer.tokens
             check_length(mask, start, length)
             if layer is not None:
-                layer.check_hidden(mask[:, :start])
+                layer.check_mask(mask)
             mask = mask[:, start:]
         state = None if layer is None else layer.state_for(call.query)
         if weights_requested and state is not None:

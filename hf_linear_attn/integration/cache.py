@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -66,8 +68,9 @@ class LinearStateLayer(CacheLayerMixin):
         self.record_past = False
         self._expects_update = False
         self._packed = False
-        #: Whether an earlier call had a padding mask, or may have had one.
-        self.has_mask = False
+        #: The mask `[B | 1, n]`, n <= tokens, of the last call that had one, the same for all layers. Later tokens, or
+        #: all of them where there was none, are real.
+        self.mask: Tensor | None = None
         #: Whether an autograd graph may refer to the state, which then must not be written over.
         self._in_graph = False
         #: The calls since recording began, each with the state before it.
@@ -122,14 +125,25 @@ class LinearStateLayer(CacheLayerMixin):
         self.state, self._in_graph = state, in_graph
         self.tokens += inputs.key.shape[2]
 
-    def check_hidden(self, mask: Tensor) -> None:
-        """Raise where a mask `[B, tokens]` hides tokens that are in the state, since earlier calls had no mask."""
-        if self.tokens and not self.has_mask and not torch.compiler.is_compiling() and not bool(mask.all()):
-            raise ValueError(
-                "The attention mask hides tokens of the cache, which a recurrent state cannot leave out again. Pass "
-                "the mask from the first call on."
-            )
-        self.has_mask = True
+    def check_mask(self, mask: Tensor) -> None:
+        """Raise where a mask `[B | 1, S]` says something else of the tokens in the state than earlier calls did."""
+        known, tokens = self.mask, self.tokens
+        # The first layer of a forward pass compares for all others, which have the same tensors.
+        is_new = not all(map(is_, forward_context.compared_masks, (known, mask)))
+        if tokens and is_new and not torch.compiler.is_compiling():
+            before = mask[:, :tokens].bool()
+            if known is None:
+                differs = ~before
+            else:
+                differs = before != pad(known.to(before.device).bool(), (0, tokens - known.shape[1]), value=True)
+            if bool(differs.any()):
+                raise ValueError(
+                    "The attention mask hides tokens of the cache that earlier calls did not hide, or the other way "
+                    "round, and a recurrent state cannot leave them out or take them in. Pass one mask from the first "
+                    "call on."
+                )
+            forward_context.compared_masks = (known, mask)
+        self.mask = mask
 
     def skip_tokens(self, count: int) -> None:
         """Count the tokens of a bidirectional pass, which leaves no state and must be the first."""
@@ -182,7 +196,7 @@ class LinearStateLayer(CacheLayerMixin):
         return self.tokens + length, 0
 
     def reset(self) -> None:
-        self.state, self.tokens, self._in_graph, self._packed, self.has_mask = None, 0, False, False, False
+        self.state, self.tokens, self._in_graph, self._packed, self.mask = None, 0, False, False, None
         self._record, self._replay = [], None
 
     def activate_past_recording(self) -> None:
@@ -206,6 +220,7 @@ class LinearStateLayer(CacheLayerMixin):
             # Others may refer to this state: it is no longer written over.
             self.state, self._in_graph = first.state, True
             self.tokens -= count
+            self.mask = None if self.mask is None else self.mask[:, : self.tokens]
             if remaining and self._replay is not None:
                 key, value = (
                     torch.cat([getattr(call, name) for call in self._record], 2)[:, :, :remaining]
@@ -246,6 +261,8 @@ class LinearStateLayer(CacheLayerMixin):
             return None if state is None else {name: function(tensor) for name, tensor in state.items()}
 
         self.state = mapped(self.state)
+        if self.mask is not None and len(self.mask) > 1:
+            self.mask = function(self.mask)
         self._record = [
             replace(
                 call,
@@ -283,11 +300,13 @@ def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
     return layer
 
 
-def replace_static_layers(cache: Cache) -> None:
+def replace_static_layers(cache: Cache, config: Any) -> None:
     """Replace the preallocated layers of an empty cache, whose length only tensors know, by ones that grow.
 
-    Those of linear layers become states later on; those of the exact layers of a mixture remain.
+    Those of linear layers become states later on; those of the exact layers of a mixture remain. Their sliding windows
+    are those of the model's config: a static layer may be shorter than its window.
     """
+    growing: list[Any] = []
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, StaticLayer):
             continue
@@ -296,12 +315,10 @@ def replace_static_layers(cache: Cache) -> None:
                 f"Layer {index} of this static cache has tokens of an exact model, which linear attention cannot "
                 "continue. Start with a new cache."
             )
-        if type(layer) is StaticLayer:
-            cache.layers[index] = DynamicLayer()
-        elif type(layer) is StaticSlidingWindowLayer:
-            cache.layers[index] = DynamicSlidingWindowLayer(layer.max_cache_len)
-        else:
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
             raise NotImplementedError(
                 f"A {type(layer).__name__} (layer {index} of this static cache) cannot be part of a patched model's "
                 "cache. Leave out cache_implementation."
             )
+        growing = growing or DynamicCache(config=config).layers
+        cache.layers[index] = growing[index]

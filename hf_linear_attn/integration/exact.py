@@ -161,7 +161,7 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     is_additive = implementation != "sdpa" and not takes_padding
     if takes_padding or is_4d:
         full: Tensor | None = mask
-    elif causal and length > 1 and (mask is not None or length != keys or is_additive):
+    elif call.context.causal and length > 1 and (mask is not None or length != keys or is_additive):
         full = AttentionInputs(query, key, value, call.scaling, causal, mask).visible()
     else:
         full = None if mask is None else mask[:, None, None, :].expand(-1, 1, length, -1)

@@ -162,7 +162,7 @@ def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     inputs = {**positional, **kwargs}
     tokens = _tokens(inputs)
     if (cache := self_attention_cache(inputs.values())) is not None:
-        replace_static_layers(cache)
+        replace_static_layers(cache, module.config)
     if not compiling:
         _check_cache_and_length(module, context, inputs, tokens)
     boundaries = inputs.get(BOUNDARIES)

@@ -28,7 +28,7 @@ class NystromOptions(Options):
     causal=False,
     learned=False,
     cost="O(L·m·d + m³) time, O(L·m) memory",
-    recommendation="encoders without any training: the nearest to exact attention; inputs up to m tokens are exact",
+    recommendation="encoders without any training: near to exact attention; inputs up to m tokens are exact",
     alternative="window",
 )
 class NystromAttention(LinearAttention):
@@ -40,7 +40,8 @@ class NystromAttention(LinearAttention):
     and the complete inverse of a nearly singular matrix is large and noisy. The implied weights can be negative.
 
     The paper adds a depthwise convolution of the values (`conv_kernel`, 33 or so), for training from scratch. It is off
-    by default: a pretrained model knows nothing of it. Its kernel starts at zero, one per head.
+    by default: a pretrained model knows nothing of it. Its kernel starts at zero, one per head. It is the one part that
+    sees padding between real tokens.
     """
 
     distribution = False  # the pseudo-inverse has negative entries

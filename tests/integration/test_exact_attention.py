@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, MllamaForCausalLM
 from transformers.masking_utils import eager_mask
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules, layer_context
@@ -105,6 +106,26 @@ def test_an_implementation_that_adds_its_mask() -> None:
     ids, last = token_ids(), token_ids()
     last[:, -1] = 5
     assert torch.equal(model(ids).logits[:, :-1], model(last).logits[:, :-1])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_cross_attention_without_a_flag_stays_what_it_was(implementation: str) -> None:
+    """Mllama's modules do not say that they are bidirectional, and may get no mask."""
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "pad_token_id": 0}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 32}
+    rope: Any = {"rope_type": "default", "rope_theta": 10000.0}
+    config = MllamaTextConfig(**sizes, cross_attention_layers=[1], rope_parameters=rope)
+    torch.manual_seed(0)
+    model = MllamaForCausalLM._from_config(config, attn_implementation=implementation).eval()
+    for name, parameter in model.named_parameters():
+        if "gate" in name and parameter.numel() == 1:
+            parameter.fill_(1.0)
+    inputs = {"input_ids": token_ids(2, 7), "cross_attention_states": torch.randn(2, 11, 32), "use_cache": False}
+    expected = model(**inputs).logits
+    hla.patch_model(model, "elu")
+    with hla.exact_attention(model):
+        assert_close(model(**inputs).logits, expected)
 
 
 @torch.no_grad()

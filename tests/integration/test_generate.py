@@ -150,6 +150,9 @@ def test_a_static_cache_with_layers_of_a_sliding_window():
     model, ids = hla.patch_model(tiny_model("qwen2", AutoModelForCausalLM, **windows), "hedgehog"), token_ids(2, 9)
     static = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generate(model, ids, **static), generate(model, ids, use_cache=False))
+    short = StaticCache(model.config, max_cache_len=4)
+    steps = [logits(model, ids[:, start : start + 3], past_key_values=short) for start in (0, 3, 6)]
+    assert_close(torch.cat(steps, dim=1), logits(model, ids))
 
 
 @EITHER

@@ -147,14 +147,23 @@ def test_integers_that_are_no_mask_are_refused(value):
         patched("hedgehog", LLAMA)(token_ids(2, LENGTH), attention_mask=mask, use_cache=False)
 
 
-def test_a_mask_that_hides_tokens_of_the_cache_is_refused():
-    model, ids = patched("hedgehog", LLAMA), token_ids(2, 9)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    cache = model(ids[:, :6]).past_key_values
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_mask_that_hides_tokens_of_the_cache_is_refused(tmp_path, padding, saved):
+    model, ids = patched("hedgehog", LLAMA), token_ids(2, 10)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, :padding] = 0
+    cache = model(ids[:, :6], attention_mask=mask[:, :6]).past_key_values
     model(ids[:, 6:7], attention_mask=mask[:, :7], past_key_values=cache)
-    mask[0, :3] = 0
+    if saved:
+        hla.save_state(model, cache, tmp_path / "state.safetensors")
+        cache = hla.load_state(model, tmp_path / "state.safetensors")
+    cache.reorder_cache(torch.tensor([1, 0]))
+    model(ids[:, 7:8], attention_mask=mask.flip(0)[:, :8], past_key_values=cache)
+    wrong = mask.flip(0)
+    wrong[1, 1:3] = 0
     with pytest.raises(ValueError, match=r"hides tokens of the cache.* from the first call on"):
-        model(ids[:, 7:], attention_mask=mask, past_key_values=cache)
+        model(ids[:, 8:9], attention_mask=wrong[:, :9], past_key_values=cache)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
