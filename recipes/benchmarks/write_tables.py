@@ -595,7 +595,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan-heads": plan_table,
     "protein-kernels": protein_kernels_table,
     "rivals": partial(rivals_table, "rivals", RIVALS),
-    "rivals-gemma": partial(rivals_table, "rivals-gemma", (*RIVALS_ROWS, "converted"), RIVALS_COLUMNS),
     "rivals-short": partial(rivals_table, "rivals", RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,
     "tokens": tokens_table,
