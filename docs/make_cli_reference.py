@@ -88,7 +88,10 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
             parts += [f"**Section `{section}`**", ""]
         parts += ["| option | value | default | meaning |", "| --- | --- | --- | --- |", *lines, ""]
     for other, flags in same.items():
-        parts += [f"The same as in {other}: {', '.join(flags)}.", ""]
+        # A list of all options of a section says no more than the section's name.
+        whole = "section" in other and len(flags) == list(described.values()).count(other)
+        listed = f"all options, as `{flags[0].strip('`').rpartition('.')[0]}.NAME`" if whole else ", ".join(flags)
+        parts += [f"The same as in {other}: {listed}.", ""]
     return "\n".join(parts)
 
 

@@ -454,9 +454,11 @@ def sentence_encoder_tables() -> str:
 # Long inputs
 
 
-def beyond_length_table(key: str = "rows", edges: Sequence[int] = (0, 8192, 12288, 16384)) -> str:
-    """Loss by position beyond the length of training, the mean over the texts: a row for each rotation."""
-    rows = pd.json_normalize(read_json("beyond-length.json")[key]).set_index(["model", "rotation"])
+def beyond_length_table(key: str = "rows", edges: Sequence[int] = (0, 8192, 12288, 16384), factor: int = 2) -> str:
+    """Loss by position beyond the length of training, the mean over the texts: a row for each rotation in all heads."""
+    shown = ("unchanged", f"YaRN of factor {factor} everywhere", f"YaRN of factor {factor}, attention_factor 1")
+    rows = pd.json_normalize(read_json("beyond-length.json")[key]).sort_values("model", kind="stable")
+    rows = rows[rows["rotation"].isin(shown)].set_index(["model", "rotation"])
     loss = rows.filter(like="loss.").groupby(level=[0, 1], sort=False).mean()
     spans = {column: tuple(map(int, column.removeprefix("loss.").split("-"))) for column in loss}
     columns = {}
@@ -577,7 +579,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmark": speed_table,
     "benchmark-forward": attention_tables,
     "beyond-length": beyond_length_table,
-    "beyond-length-32768": partial(beyond_length_table, "rows of 32,768 tokens", (0, 8192, 16384, 24576, 32768)),
+    "beyond-length-32768": partial(beyond_length_table, "rows of 32,768 tokens", (0, 8192, 16384, 24576, 32768), 4),
     "budgets": budgets_table,
     "compiled": compiled_table,
     "conversion": partial(glue_table, stages=("distilled",)),
