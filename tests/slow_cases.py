@@ -1,4 +1,4 @@
-"""Parameters of tests that only the slow suite runs."""
+"""Parameters of tests that only the slow or the long suite runs."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def slow(*values: Any) -> list[Any]:
 def slow_rows(*rows: tuple[Any, ...]) -> list[Any]:
     """Mark rows of several parameters as slow."""
     return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
+def long(*rows: Any) -> list[Any]:
+    """Mark values, or rows of several parameters, as long."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.long) for row in rows]

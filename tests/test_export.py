@@ -15,7 +15,7 @@ from hf_linear_attn.integration.cache import state_layer
 from hf_linear_attn.integration.positions import length_limit
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
-from tests.slow_cases import slow_rows
+from tests.slow_cases import long, slow_rows
 from tests.small import patched
 from tests.tiny_models import LLAMA, save_checkpoint, tiny_model
 
@@ -57,8 +57,14 @@ def test_onnx_graph_of_an_encoder(checkpoint, name, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["torch", "onnx"])
-@pytest.mark.parametrize(("architecture", "name"), [("gpt2", "elu"), ("llama", "window")])
+@pytest.mark.parametrize(
+    ("architecture", "name", "format"),
+    [
+        ("gpt2", "elu", "torch"),
+        ("llama", "window", "onnx"),
+        *long(("gpt2", "elu", "onnx"), ("llama", "window", "torch")),
+    ],
+)
 def test_a_decoder_continues_from_its_state(checkpoint, architecture, name, format, tmp_path, caplog):
     # torch 2.13 reports the class of the example inputs by a warning whose arguments are missing.
     caplog.set_level("ERROR", logger="torch._export.serde.serialize")

@@ -13,7 +13,7 @@ import torch
 
 from tests.cases import every_mechanism, every_pair
 from tests.endurance import measures
-from tests.slow_cases import slow
+from tests.slow_cases import long, slow
 from tests.tiny_models import BERT, LLAMA
 
 needs_proc = pytest.mark.skipif(
@@ -66,7 +66,7 @@ def test_patching_and_unpatching_leaves_no_memory(name: str, size: int, check: C
 
 @sizes(1, 2)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["favor+", "hedgehog", "window", "gla"])
+@pytest.mark.parametrize("name", ["favor+", "window", *long("hedgehog", "gla")])
 def test_the_same_numbers_in_another_process(name: str, size: int, check: Check) -> None:
     check(measures.in_other_processes(name, size))
 

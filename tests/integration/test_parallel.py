@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow_cases import long
 from tests.subprocesses import ROOT, environment, free_port
 
 WORKER = "tests.integration.parallel_worker"
@@ -45,7 +46,7 @@ def test_the_script_of_the_documentation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, *long(4)])
 @pytest.mark.parametrize("task", ["context", "tensor"])
 def test_each_split_equals_one_process(task: str, processes: int, tmp_path: Path) -> None:
     run(["-m", WORKER, task, str(tmp_path)], processes, tmp_path)

@@ -8,6 +8,7 @@ from transformers import AutoModelForMaskedLM, DynamicCache
 from tests.cases import every_pair
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
+from tests.slow_cases import long
 from tests.small import patched
 from tests.tiny_models import LLAMA, Family
 
@@ -40,7 +41,9 @@ def test_inductor():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["elu", "favor+", "hedgehog", "gla", "gated-delta", "rfa", "luna", "taylor", "window"])
+@pytest.mark.parametrize(
+    "name", ["elu", "gla", "luna", "window", *long("favor+", "hedgehog", "gated-delta", "rfa", "taylor")]
+)
 def test_compiled_generation(name):
     """One graph for the prompt, one or two for all tokens after it (the first state comes from the prompt's graph)."""
     model = patched(name, LLAMA)
@@ -86,7 +89,7 @@ def test_gradients_of_a_compiled_model(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hedgehog", "linformer"])
+@pytest.mark.parametrize("name", ["hedgehog", *long("linformer")])
 def test_packed_documents_break_the_graph_and_stay_apart(name):
     """Where documents begin depends on the data: the layers run outside of the graph."""
     model, documents = patched(name, BERT), [token_ids(1, length, seed=length) for length in (5, 9)]

@@ -23,7 +23,11 @@ from tests.training.test_two_processes import complaint, settings_file, start
 from tests.training.tiny_runs import forget, log_rows, save_decoder, save_encoder, save_task, save_text
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
-KINDS = ["fsdp2", *(pytest.param(kind, marks=needs_deepspeed) for kind in ("zero2", "zero3"))]
+KINDS = [
+    "fsdp2",
+    pytest.param("zero3", marks=needs_deepspeed),
+    pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.long]),
+]
 
 
 def sharding(kind: str) -> dict[str, str]:
@@ -191,8 +195,9 @@ def test_weights_that_one_process_loads_are_refused(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate shards here")
-@pytest.mark.parametrize("device", ["cpu", "auto"])
-@pytest.mark.parametrize("name", ["FSDP", pytest.param("DEEPSPEED", marks=needs_deepspeed)])
+@pytest.mark.parametrize(
+    ("name", "device"), [("FSDP", "auto"), pytest.param("DEEPSPEED", "cpu", marks=needs_deepspeed)]
+)
 def test_without_gpus_nothing_is_sharded_in_silence(name: str, device: str, folder: Path) -> None:
     """accelerate would take each process for the only one, or share the work without sharding the model."""
     path = settings_file(folder, f"no-gpu-{name}-{device}", 4)
