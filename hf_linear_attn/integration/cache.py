@@ -55,6 +55,9 @@ class LinearStateLayer(CacheLayerMixin):
         record_past: Whether recent keys and values are recorded.
     """
 
+    #: Not in the instance's dictionary, all of which an exported graph takes as an input.
+    __slots__ = ("_seen",)
+
     is_compileable = False
     is_sliding = False
     is_croppable = True
@@ -68,9 +71,6 @@ class LinearStateLayer(CacheLayerMixin):
         self.record_past = False
         self._expects_update = False
         self._packed = False
-        #: The mask `[B | 1, n]`, n <= tokens, of the last call that had one, the same for all layers. Later tokens, or
-        #: all of them where there was none, are real.
-        self.mask: Tensor | None = None
         #: Whether an autograd graph may refer to the state, which then must not be written over.
         self._in_graph = False
         #: The calls since recording began, each with the state before it.
@@ -123,27 +123,48 @@ class LinearStateLayer(CacheLayerMixin):
             self._record.append(replace(inputs, query=inputs.query[:, :, :0].clone()))
             self._replay = replay
         self.state, self._in_graph = state, in_graph
-        self.tokens += inputs.key.shape[2]
+        before, self.tokens = self.tokens, self.tokens + inputs.key.shape[2]
+        if not torch.compiler.is_compiling() and self.seen[0] == before:
+            self.seen = self.tokens, self.seen[1]
+
+    @property
+    def seen(self) -> tuple[int, Tensor | None]:
+        """How many tokens calls outside of compiled graphs have seen, and the mask `[B | 1, n]` of the last with one.
+
+        All layers have the same. Tokens behind the mask are real.
+        """
+        return getattr(self, "_seen", (0, None))
+
+    @seen.setter
+    def seen(self, seen: tuple[int, Tensor | None]) -> None:
+        self._seen = seen
 
     def check_mask(self, mask: Tensor) -> None:
-        """Raise where a mask `[B | 1, S]` says something else of the tokens in the state than earlier calls did."""
-        known, tokens = self.mask, self.tokens
+        """Raise where a mask `[B | 1, S]` says something else of the tokens in the state than earlier calls did.
+
+        Where one of these was compiled, that is not known.
+        """
+        if torch.compiler.is_compiling():
+            return
+        count, known = self.seen
         # The first layer of a forward pass compares for all others, which have the same tensors.
         is_new = not all(map(is_, forward_context.compared_masks, (known, mask)))
-        if tokens and is_new and not torch.compiler.is_compiling():
-            before = mask[:, :tokens].bool()
-            if known is None:
-                differs = ~before
-            else:
-                differs = before != pad(known.to(before.device).bool(), (0, tokens - known.shape[1]), value=True)
-            if bool(differs.any()):
-                raise ValueError(
-                    "The attention mask hides tokens of the cache that earlier calls did not hide, or the other way "
-                    "round, and a recurrent state cannot leave them out or take them in. Pass one mask from the first "
-                    "call on."
-                )
+        if self.tokens and count == self.tokens and is_new:
+            self._compare_masks(known, mask)
             forward_context.compared_masks = (known, mask)
-        self.mask = mask
+        self.seen = count, mask
+
+    def _compare_masks(self, known: Tensor | None, mask: Tensor) -> None:
+        before = mask[:, : self.tokens].bool()
+        if known is None:
+            differs = ~before
+        else:
+            differs = before != pad(known.to(before.device).bool(), (0, self.tokens - known.shape[1]), value=True)
+        if bool(differs.any()):
+            raise ValueError(
+                "The attention mask hides tokens of the cache that earlier calls did not hide, or the other way round, "
+                "and a recurrent state cannot leave them out or take them in. Pass one mask from the first call on."
+            )
 
     def skip_tokens(self, count: int) -> None:
         """Count the tokens of a bidirectional pass, which leaves no state and must be the first."""
@@ -196,7 +217,7 @@ class LinearStateLayer(CacheLayerMixin):
         return self.tokens + length, 0
 
     def reset(self) -> None:
-        self.state, self.tokens, self._in_graph, self._packed, self.mask = None, 0, False, False, None
+        self.state, self.tokens, self._in_graph, self._packed, self.seen = None, 0, False, False, (0, None)
         self._record, self._replay = [], None
 
     def activate_past_recording(self) -> None:
@@ -220,7 +241,8 @@ class LinearStateLayer(CacheLayerMixin):
             # Others may refer to this state: it is no longer written over.
             self.state, self._in_graph = first.state, True
             self.tokens -= count
-            self.mask = None if self.mask is None else self.mask[:, : self.tokens]
+            seen, mask = self.seen
+            self.seen = min(seen, self.tokens), None if mask is None else mask[:, : self.tokens]
             if remaining and self._replay is not None:
                 key, value = (
                     torch.cat([getattr(call, name) for call in self._record], 2)[:, :, :remaining]
@@ -261,8 +283,9 @@ class LinearStateLayer(CacheLayerMixin):
             return None if state is None else {name: function(tensor) for name, tensor in state.items()}
 
         self.state = mapped(self.state)
-        if self.mask is not None and len(self.mask) > 1:
-            self.mask = function(self.mask)
+        count, mask = self.seen
+        if mask is not None and len(mask) > 1:
+            self.seen = count, function(mask)
         self._record = [
             replace(
                 call,

@@ -57,7 +57,7 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
         tokens[index] = int(layer.get_seq_length())
         for name, tensor in {"keys": layer.keys, "values": layer.values, **state}.items():
             tensors[f"{index}.{name}"] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if (mask := getattr(layer, "mask", None)) is not None:  # that of all layers
+        if (mask := getattr(layer, "seen", (0, None))[1]) is not None:  # that of all layers
             tensors["mask"] = mask.detach().bool().contiguous()
     if not tokens:
         raise ValueError("save_state: the cache has no tokens. Pass the past_key_values of a forward pass.")
@@ -107,7 +107,7 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
         layer: Any = state_layer(cache, index) if index in linear else cache.layers[index]
         if isinstance(layer, LinearStateLayer):
             layer.lazy_initialization(keys, values)
-            layer.state, layer.tokens, layer.mask = entries, tokens, tensors.get("mask")
+            layer.state, layer.tokens, layer.seen = entries, tokens, (tokens, tensors.get("mask"))
         else:
             layer.update(keys, values)
             if layer.is_sliding:
