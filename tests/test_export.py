@@ -105,6 +105,7 @@ def test_a_missing_package_is_named(checkpoint, package, tmp_path, monkeypatch, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "options", "limit"),
     [
@@ -132,6 +133,7 @@ def test_the_smallest_limit_bounds_the_length(architecture, options, limit):
             assert_close(exported(**inputs)[0][0], model(**inputs)[0][0])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported(checkpoint, tmp_path, capsys):
     out = tmp_path / "out"
     folder = checkpoint("gpt2", "gated-delta")

@@ -68,6 +68,7 @@ def test_a_missing_file(tmp_path):
         LinearAttentionConfig.from_file(tmp_path / "none.yaml")
 
 
+@pytest.mark.slow
 def test_a_plan_is_read_before_anything_else_of_the_package(write):
     path = write("p.yaml", YAML)
     code = f"import hf_linear_attn as hla; print(hla.LinearAttentionConfig.from_file({str(path)!r}).default.attention)"

@@ -58,6 +58,7 @@ def test_loading_elsewhere_needs_trust_remote_code(folder):
     assert "PATCHED True True" in result.stdout
 
 
+@pytest.mark.slow
 def test_where_the_package_is_missing_the_error_says_what_to_install(folder):
     result = run(
         BLOCKED + "from transformers import AutoModelForMaskedLM\n"

@@ -95,6 +95,7 @@ def run(name: str, arguments: list[str]) -> int:
     return exit_code(lambda: recipe.main(arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_small_settings_run(name: str, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -114,6 +115,7 @@ def test_scripts_run_as_they_are(name: str, folder: Path, tmp_path: Path) -> Non
     assert f"Result: {tmp_path / 'out' / 'model'}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_trained_tokenizer_reads_any_text(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -108,6 +108,7 @@ def test_every_feature_map_is_a_mechanism_too():
         assert ATTENTIONS.get(name).options is entry.options
 
 
+@pytest.mark.slow
 def test_a_feature_map_of_a_third_party(square, tmp_path):
     assert hla.list_attentions()["square"]["options"] == {"power": {"default": 2, "help": "exponent"}}
     for family in (BERT, GPT2):

@@ -84,6 +84,7 @@ def strange(tmp_path: Path) -> tuple[Path, Path]:
     return folder, mark
 
 
+@pytest.mark.slow
 def test_code_beside_a_checkpoint_does_not_run_unless_trusted(strange: tuple[Path, Path], tmp_path: Path) -> None:
     folder, mark = strange
     hla.load_pretrained(str(folder))
@@ -94,6 +95,7 @@ def test_code_beside_a_checkpoint_does_not_run_unless_trusted(strange: tuple[Pat
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_what_a_class_name_in_a_config_may_be(tmp_path: Path) -> None:
     """Names of model classes of Transformers only; nothing else is looked up, let alone imported."""
     patched("hedgehog", BERT).save_pretrained(tmp_path)
@@ -109,6 +111,7 @@ def test_what_a_class_name_in_a_config_may_be(tmp_path: Path) -> None:
 # Pickles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
 def test_a_pickle_in_a_checkpoint_of_training_is_not_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,6 +165,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_importing_patching_saving_and_loading_need_no_network() -> None:
     """With the Hub allowed, so that nothing but the code itself keeps it from being asked."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "0"}

@@ -75,6 +75,7 @@ def test_mistral_without_its_window():
     assert [layer.attention for layer in report.layers] == ["elu", "elu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "gemma3_text", "lfm2", *slow("qwen3_next", "jamba")])
 def test_layers_of_another_kind_keep_it(model_type):
     """State-space, linear, convolution and sliding layers are left, the full ones patched."""

@@ -217,6 +217,7 @@ def test_what_needs_no_model_is_light(tmp_path: Path) -> None:
     assert loaded(commands, "torch", "transformers") == [[0, 0, *[1] * (len(commands) - 2)], []]
 
 
+@pytest.mark.slow
 def test_names_of_mechanisms_load_torch_only(tmp_path: Path) -> None:
     """A mechanism's file has its module, which needs torch; neither Transformers nor torch's compiler is needed."""
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
@@ -231,6 +232,7 @@ def test_names_of_mechanisms_load_torch_only(tmp_path: Path) -> None:
     assert loaded(commands, "transformers", "torch._dynamo") == [[0, 0, 1, 1, 1], []]
 
 
+@pytest.mark.slow
 def test_errors_have_no_traceback() -> None:
     """`python -m` is the same command."""
     done = subprocess.run(
@@ -242,6 +244,7 @@ def test_errors_have_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_closed_pipe_is_quiet() -> None:
     command = f"{sys.executable} -m hf_linear_attn list --json | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
@@ -483,6 +486,7 @@ def test_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 of 2 self-attention layers are linear" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_terminal_without_some_characters_gets_replacements() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "hf_linear_attn", "list"],

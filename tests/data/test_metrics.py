@@ -124,6 +124,7 @@ print(compute_metrics(["accuracy"], [int(sys.argv[1])] * 3 + [1], [1] * 4)["accu
 """
 
 
+@pytest.mark.slow
 def test_processes_are_apart_and_need_no_home_and_no_network(tmp_path):
     """Two processes at a time, whose home is a file so that nothing can be written below it."""
     home = tmp_path / "home"

@@ -57,6 +57,7 @@ def test_decoding_leaves_no_memory(name: str, size: int, check: Check) -> None:
     check(*measures.decoding(name, size, 50))
 
 
+@pytest.mark.slow
 @needs_proc
 @sizes(50, 1_000)
 @pytest.mark.parametrize("name", ["hedgehog", *slow("favor+", "linformer")])

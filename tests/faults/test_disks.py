@@ -160,6 +160,7 @@ def prepared(tmp_path: Path) -> tuple[Path, Path]:
     return save_encoder(tmp_path / "encoder"), save_task(tmp_path / "task")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     group="full disk",
     what="the disk fills up while a checkpoint is written",

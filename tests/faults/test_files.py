@@ -48,12 +48,14 @@ def with_config(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.fault(group="checkpoint", what="the weights file is empty", expected="refused, named as cut short")
 def test_empty_weights(tmp_path: Path, observed: Observed) -> None:
     (saved(tmp_path) / WEIGHTS).write_bytes(b"")
     observed(error_message(loading(tmp_path), ValueError, str(tmp_path), "truncated or corrupt"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(group="checkpoint", what="the weights file ends half-way", expected="refused, named as cut short")
 def test_half_weights(tmp_path: Path, observed: Observed) -> None:
     path = saved(tmp_path) / WEIGHTS
@@ -61,6 +63,7 @@ def test_half_weights(tmp_path: Path, observed: Observed) -> None:
     observed(error_message(loading(tmp_path), ValueError, str(tmp_path), "truncated or corrupt"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     group="checkpoint", what="the header of the weights file is noise", expected="refused, named as corrupt"
 )
@@ -72,6 +75,7 @@ def test_corrupt_header(tmp_path: Path, observed: Observed) -> None:
     observed(error_message(loading(tmp_path), ValueError, str(tmp_path), "truncated or corrupt"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     group="checkpoint", what="the header asks for 2^60 bytes", expected="refused, and no memory is taken for it"
 )
@@ -96,6 +100,7 @@ def test_missing_weight(tmp_path: Path, observed: Observed) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault(group="checkpoint", what="a learned weight has another shape", expected="refused, the weight named")
 def test_wrong_shape(tmp_path: Path, observed: Observed) -> None:
     observed(
@@ -107,6 +112,7 @@ def test_wrong_shape(tmp_path: Path, observed: Observed) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     group="checkpoint", what="a weight of the original model has another shape", expected="refused, the weight named"
 )
@@ -119,6 +125,7 @@ def test_wrong_shape_elsewhere(tmp_path: Path, observed: Observed) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     group="checkpoint", what="settings of a newer format", expected="refused, with the upgrade as the remedy"
 )
@@ -128,12 +135,14 @@ def test_from_the_future(tmp_path: Path, observed: Observed) -> None:
     observed(error_message(loading(tmp_path), ValueError, "9.0", "pip install -U hf-linear-attn"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(group="checkpoint", what="settings name an unknown mechanism", expected="refused, with near matches")
 def test_unknown_mechanism(tmp_path: Path, observed: Observed) -> None:
     with_config(tmp_path, lambda config: config["linear_attention"]["layers"]["0"].update(attention="hedgehogg"))
     observed(error_message(loading(tmp_path), ValueError, "hedgehogg", "Did you mean"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(group="checkpoint", what="config.json ends half-way", expected="an error that names the file")
 def test_half_config(tmp_path: Path, observed: Observed) -> None:
     path = saved(tmp_path) / "config.json"
@@ -167,6 +176,7 @@ def test_escaping_index(tmp_path: Path, observed: Observed) -> None:
     observed(error_message(loading(folder), ValueError, "../outside.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     group="checkpoint",
     what="the folder is read while it is replaced",

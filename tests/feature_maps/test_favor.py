@@ -55,6 +55,7 @@ def test_equal_values_come_out_nearly_unchanged_where_all_keys_count():
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trig", ["sincos", "cos"])
 def test_features_come_from_the_seed_and_are_saved(trig, tmp_path):
     model = hla.patch_model(GPT2.build(), "favor", num_features=16, trig=trig, seed=3)

@@ -107,6 +107,7 @@ def layer_features(seed):
     return [module.linear_attention.feature_map.weight for module in attention_modules(model)]
 
 
+@pytest.mark.slow
 def test_layers_and_seeds_differ_and_the_buffer_is_saved():
     first, second = layer_features(0)
     assert not torch.equal(first, second)

@@ -66,6 +66,7 @@ def test_never_in_eval():
     assert int(maps(model)[0].passes) == 0
 
 
+@pytest.mark.slow
 def test_draws_follow_from_the_seed_and_the_count():
     first, second, other = patched().train(), patched().train(), patched(seed=1).train()
     for model in (first, second, other):
@@ -133,6 +134,7 @@ def test_observed_passes_are_exact_and_not_counted():
     assert int(maps(model)[0].passes) == 0
 
 
+@pytest.mark.slow
 def test_compiled_training_is_refused_with_the_remedy():
     model = patched(1).train()
     with pytest.raises(Exception, match="redraw_every counts forward passes"):

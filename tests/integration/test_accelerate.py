@@ -154,6 +154,7 @@ def test_patched_without_memory_and_filled_from_a_checkpoint(name, tmp_path):
     assert torch.equal(logits(filled, token_ids()), logits(model, token_ids()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["window", {"default": "hedgehog", "0": "softmax"}], ids=["linear", "mixture"])
 def test_a_checkpoint_larger_than_memory(plan, tmp_path):
     """Built without memory, then read from its files in shards: half of it stays on the disk, buffers too."""

@@ -118,6 +118,7 @@ def test_architectures_keep_documents_apart(model_type):
         assert_close(out, torch.cat([model(input_ids=ids)[0] for ids in parts], 1))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_that_keeps_boundaries_from_its_layers():
     """The masks that carry them are made outside of a graph only: refused in one, right without."""
     model = hla.patch_model(architecture_model("stablelm"), "elu")

@@ -223,6 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.outputs = [torch.empty(0, VOCABULARY) for _ in full]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_any_order_of_operations(name: str) -> None:
     machine = type("Machine", (CacheMachine,), {"name": name})

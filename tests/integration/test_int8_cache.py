@@ -87,6 +87,7 @@ def test_decoding_is_the_prompt_up_to_the_rounding(family: Family) -> None:
         assert [type(step).__name__ for step in whole.state.prepared.kernels] == ["ExactStep"]
 
 
+@pytest.mark.slow
 def test_exact_attention_alone_with_its_cache_in_int8(tmp_path: Any) -> None:
     model, ids = LLAMA.build(), token_ids(2, 40)
     expected = logits(model, ids)
@@ -103,6 +104,7 @@ def test_exact_attention_alone_with_its_cache_in_int8(tmp_path: Any) -> None:
         hla.patch_model(BERT.build(), "softmax", cache_dtype="int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_state_in_a_file_continues_bit_equally(dtype: torch.dtype, tmp_path: Any) -> None:
     model = build(LLAMA).to(dtype)
@@ -120,6 +122,7 @@ def test_a_state_in_a_file_continues_bit_equally(dtype: torch.dtype, tmp_path: A
         hla.load_state(build(LLAMA, cache_dtype="auto").to(dtype), tmp_path / "state")
 
 
+@pytest.mark.slow
 @EITHER
 def test_streams_and_unpatching(family: Family) -> None:
     model, ids = family.build(), token_ids(1, 50)
@@ -184,6 +187,7 @@ def test_a_quantized_cache_of_transformers_rounds_the_layers_that_are_exact_as_a
         hla.save_state(model, cache, tmp_path / "state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", *slow("torch")])
 def test_compiled_steps(backend: str) -> None:
     torch.compiler.reset()

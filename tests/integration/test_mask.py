@@ -166,6 +166,7 @@ def test_a_mask_that_hides_tokens_of_the_cache_is_refused(tmp_path, padding, sav
         model(ids[:, 8:9], attention_mask=wrong[:, :9], past_key_values=cache)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_refuses_an_additive_bias_too():
     model, mask = torch.compile(patched("hedgehog", LLAMA)), additive(random_mask())

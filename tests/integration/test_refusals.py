@@ -117,6 +117,7 @@ def test_the_implementation_that_runs_already_may_be_set_again():
     assert torch.equal(logits(model, token_ids()), expected)
 
 
+@pytest.mark.slow
 def test_loading_with_a_config_at_hand(tmp_path):
     model = patched("hedgehog", LLAMA)
     model.save_pretrained(tmp_path)

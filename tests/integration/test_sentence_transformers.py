@@ -37,6 +37,7 @@ def patch(encoder, name):
     return encoder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hedgehog", "favor+", "linformer", "window"])
 def test_encodes_the_same_after_saving_and_loading(encoder, name, tmp_path):
     expected = encoder.encode(SENTENCES)
@@ -94,6 +95,7 @@ def test_unpatching_restores_the_embeddings(encoder):
     assert np.array_equal(encoder.encode(SENTENCES), expected)
 
 
+@pytest.mark.slow
 def test_its_trainer_trains_the_learned_parts(encoder, tmp_path):
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="losses of version 6")
     datasets = pytest.importorskip("datasets", reason="the trainer of sentence-transformers wants datasets")

@@ -24,6 +24,7 @@ def build(architecture, **options):
     return hla.patch_model(tiny_model(architecture, max_position_embeddings=40), "hedgehog", **options)
 
 
+@pytest.mark.slow
 @EACH
 def test_one_token_too_many_is_refused_and_max_length_is_the_remedy(architecture):
     model, limit = build(architecture), LIMITS[architecture]

@@ -50,6 +50,7 @@ def assert_trains(trainer, folder):
     assert torch.equal(logits(again.eval(), ids), logits(model.eval(), ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_supervised_fine_tuning(model, packing, tmp_path):
     arguments = trl.SFTConfig(**settings(tmp_path, packing=packing, max_length=40))
@@ -69,6 +70,7 @@ def test_packed_documents_match_unpacked_ones(model, tmp_path):
         assert_close(packed[:, start:end], logits(model, ids[:, start:end]))
 
 
+@pytest.mark.slow
 def test_distillation_from_the_exact_model(model, exact, tmp_path):
     """The student generates by itself, with its states."""
     arguments = trl.DistillationConfig(**settings(tmp_path, max_completion_length=8))
@@ -76,6 +78,7 @@ def test_distillation_from_the_exact_model(model, exact, tmp_path):
     assert_trains(trainer, tmp_path)
 
 
+@pytest.mark.slow
 def test_preferences_with_a_reference_of_its_own(model, tmp_path):
     arguments = trl.DPOConfig(**settings(tmp_path))
     reference = copy.deepcopy(model)
@@ -83,6 +86,7 @@ def test_preferences_with_a_reference_of_its_own(model, tmp_path):
     assert_trains(trainer, tmp_path)
 
 
+@pytest.mark.slow
 def test_group_relative_policy_optimization(model, tmp_path):
     def reward(completions, **kwargs):
         return [float(len(completion) % 7) for completion in completions]
@@ -92,6 +96,7 @@ def test_group_relative_policy_optimization(model, tmp_path):
     assert_trains(trainer, tmp_path)
 
 
+@pytest.mark.slow
 def test_generation_with_paged_attention_is_refused(model, exact, tmp_path):
     arguments = trl.GRPOConfig(**settings(tmp_path, num_generations=2, use_transformers_continuous_batching=True))
     trainer = trl.GRPOTrainer(

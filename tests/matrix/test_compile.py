@@ -26,6 +26,7 @@ def compiled_logits(model, backend, ids, **inputs):
         return compiled(ids, **inputs).logits
 
 
+@pytest.mark.slow
 @every_pair((BERT, GPT2), quick=[("hedgehog", BERT), ("window", GPT2)])
 def test_a_padded_batch_compiles_without_graph_breaks(name, family):
     model = patched(name, family)
@@ -56,6 +57,7 @@ def test_compiled_generation(name):
     assert 2 <= counter.frame_count <= 4
 
 
+@pytest.mark.slow
 def test_a_graph_that_breaks_inside_of_the_attention_keeps_the_state(monkeypatch):
     model = patched("elu", GPT2)
     mechanism = next(module for name, module in model.named_modules() if name.endswith("linear_attention"))

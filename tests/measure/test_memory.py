@@ -61,6 +61,7 @@ def test_linear_attention_counts_whatever_kernel_runs() -> None:
     assert hla.get_backend() == "auto"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells of peaks on Linux only")
 @pytest.mark.parametrize("megabytes", [20, 80])
 def test_peak_is_what_was_allocated_and_passed_back(megabytes: int) -> None:
@@ -77,6 +78,7 @@ def test_peak_is_what_was_allocated_and_passed_back(megabytes: int) -> None:
         assert result == pytest.approx(megabytes * 10**6, rel=0.15)
 
 
+@pytest.mark.slow
 def test_peak_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_reset_peak", lambda: False)
     assert peak_memory(lambda: None, CPU) is None
@@ -97,6 +99,7 @@ def test_free_memory_is_what_the_system_or_the_group_leaves(monkeypatch: pytest.
     assert free_memory(CPU) is None
 
 
+@pytest.mark.slow
 def test_operations_of_a_backward_pass() -> None:
     model = BERT.build()
     models = {"exact": model, "elu": hla.patch_model(shared_copy(model), "elu")}

@@ -98,6 +98,7 @@ def value(values: list[dict[str, Any]], metric: str) -> Any:
     return next(row for row in values if row["metric"] == metric)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_passes_with_several_sequences_and_a_prefill(kind: str) -> None:
     """The prefill of a patched model builds states, that of the exact one a cache; one without attention has none."""

@@ -35,6 +35,7 @@ def model() -> PreTrainedModel:
     return hla.patch_model(tiny_model("bert", BertForMaskedLM, num_hidden_layers=3), "linformer", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_one_projection_serves_keys_and_values_of_all_layers(model: PreTrainedModel) -> None:
     assert shared(model)
     assert all(module.project_value is None for module in modules(model))
@@ -58,6 +59,7 @@ def test_other_options_are_another_projection() -> None:
     assert second.project_key is not first.project_key
 
 
+@pytest.mark.slow
 def test_saved_once_and_tied_again(model: PreTrainedModel, tmp_path: Path) -> None:
     with torch.no_grad():
         modules(model)[0].project_key.normal_()
@@ -93,6 +95,7 @@ def test_trained_once(model: PreTrainedModel) -> None:
     assert shared(model)
 
 
+@pytest.mark.slow
 def test_unpatched_without_a_trace(model: PreTrainedModel) -> None:
     fresh = tiny_model("bert", BertForMaskedLM, num_hidden_layers=3)
     hla.unpatch_model(model)
@@ -105,6 +108,7 @@ def test_nothing_to_share_where_nothing_is_learned() -> None:
     assert hla.patch_report(model).parameters == 0
 
 
+@pytest.mark.slow
 def test_peft_trains_untied_copies_and_brings_them_back(model: PreTrainedModel, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = copy.deepcopy(model)

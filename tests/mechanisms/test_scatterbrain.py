@@ -83,6 +83,7 @@ def test_a_map_without_a_log_scale(options, causal):
     assert_close(run(layer, tensors, causal)[0], definition(layer, tensors, causal), torch.float64)
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("sizes", [[20, 30], [20, 1, 1, 1, 9, 8]], ids=str)
 def test_gradients_after_a_state_that_was_read_without_one(sizes, options):
@@ -291,6 +292,7 @@ def test_state_bytes():
         assert layer.state_bytes(30) == sum(tensor.nbytes for tensor in state.values())
 
 
+@pytest.mark.slow
 def test_compiles_with_buckets():
     layer, tensors = module(**HASHED), [t.detach() for t in doubles(13)]
     for causal in (False, True):

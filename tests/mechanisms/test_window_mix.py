@@ -92,6 +92,7 @@ def test_nan_in_padding_does_not_reach_its_gradient(causal):
     assert torch.allclose(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_is_learned_by_transfer_and_saved(tmp_path):
     model = hla.patch_model(tiny_model("bert", BertModel), "window", window_size=3)
     batch = {"input_ids": token_ids(), "attention_mask": torch.ones(2, 21, dtype=torch.long)}
@@ -104,6 +105,7 @@ def test_it_is_learned_by_transfer_and_saved(tmp_path):
     assert all(torch.equal(again[name], parameter) for name, parameter in learned.items())
 
 
+@pytest.mark.slow
 def test_training_a_part_that_was_never_fitted_is_warned_of_once() -> None:
     torch.manual_seed(0)
     model = hla.patch_model(tiny_model("llama"), "window", window_size=4).train()

@@ -72,6 +72,7 @@ def test_a_third_partys_backend_is_requested_first(call, monkeypatch):
     assert backends.select_backend(call.replace(query=call.query[:, :, :5])).name != "doubling"
 
 
+@pytest.mark.slow
 def test_the_environment_names_a_backend():
     code = "import hf_linear_attn as hla; print(hla.get_backend())"
     arguments = {**os.environ, backends.BACKEND_VARIABLE: "torch"}

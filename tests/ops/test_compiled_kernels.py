@@ -125,6 +125,7 @@ def test_a_step_of_padding_leaves_the_state_of_its_row(backend):
                 assert_close(tensor[1].float(), state[part][1].float())
 
 
+@pytest.mark.slow
 def test_an_exported_program_has_torch_operations_only(kernels):
     model = patched("hedgehog", BERT)
     ids = token_ids(1, 9)

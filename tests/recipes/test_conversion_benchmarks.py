@@ -173,6 +173,7 @@ def test_pieces_cover_a_text_with_overlap() -> None:
     assert proteins.encode_pieces(Letters(), "abc", 10) == [[1, 97, 98, 99, 2]]
 
 
+@pytest.mark.slow
 def test_metrics_of_a_classification() -> None:
     generator = np.random.default_rng(0)
     scores, labels = generator.normal(size=50), generator.random(50) < 0.4

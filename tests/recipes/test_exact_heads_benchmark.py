@@ -31,6 +31,7 @@ def decoder(tmp_path: Path) -> tuple[Any, PromptMaker]:
     return model, PromptMaker(tokenizer, model.config.vocab_size)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_ablation_is_the_loss_without_the_head(decoder: Any) -> None:
     model, maker = decoder
@@ -83,6 +84,7 @@ def test_answer_gains_are_the_derivative_of_the_loss(decoder: Any) -> None:
     assert table["score"].abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_gates_fall_where_nothing_holds_them(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, maker = decoder
     monkeypatch.setattr("recipes.benchmarks.exact_heads.GATE_PENALTY", 1e4)

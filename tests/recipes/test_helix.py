@@ -73,6 +73,7 @@ def test_a_state_in_pieces(module, sizes):
     assert state["count"].tolist() == [20, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [BERT, LLAMA], ids=str)
 def test_save_and_load(family, tmp_path: Path):
     model, ids = patched("helix", family), token_ids()

@@ -131,6 +131,7 @@ def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert (out / "records.jsonl").read_text().count('"kind": "record"') == records > 0
 
 
+@pytest.mark.slow
 def test_answers_by_other_options_are_no_part_of_a_report(tmp_path: Path) -> None:
     arguments, out = [*recipe_arguments(tmp_path), "--variants", "mixture"], tmp_path / "out"
     sizes = []
@@ -142,6 +143,7 @@ def test_answers_by_other_options_are_no_part_of_a_report(tmp_path: Path) -> Non
     assert sizes[0] < sizes[1]
 
 
+@pytest.mark.slow
 def test_a_conversion_joins_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its model is that of the folder of `convert`, and its preparation what all stages took."""
     arguments, folder = recipe_arguments(tmp_path), tmp_path / "converted"

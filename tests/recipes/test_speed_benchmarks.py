@@ -110,6 +110,7 @@ def test_a_step_of_attention_transfer(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(row["forward_passes"]["rounds"] >= 3 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_shapes")
 def test_all_about_a_gpu_in_small_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randint", lambda low, high, size: torch.ones(size, dtype=torch.long))

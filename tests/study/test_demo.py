@@ -50,6 +50,7 @@ def demo(folder: Path, kind: str, output: Path, *, encoding: str = "utf-8", **op
     return evaluation, raw.getvalue().decode(encoding)
 
 
+@pytest.mark.slow
 def test_a_report_replaces_an_earlier_one(folder: Path, tmp_path: Path) -> None:
     demo(folder, "bert", tmp_path / "out")
     with pytest.raises(ValueError, match=r"earlier result: continue it \(--resume\), replace it \(--overwrite\)"):
@@ -62,6 +63,7 @@ def test_a_report_replaces_an_earlier_one(folder: Path, tmp_path: Path) -> None:
     assert "Linear attention in bert" in page
 
 
+@pytest.mark.slow
 def test_markup_in_a_path_is_text_and_old_terminals_are_served(folder: Path, tmp_path: Path) -> None:
     """A folder whose name is HTML and terminal markup is shown as it is; where a sign is missing, another is shown."""
     name = "[red]<script>alert(1)<"
@@ -160,6 +162,7 @@ def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         run_demo(DemoConfig(model="smollm2", output=str(tmp_path / "out")))
 
 
+@pytest.mark.slow
 def test_examples_come_first_on_screen_and_in_the_report(folder: Path, tmp_path: Path) -> None:
     def tables(exact: Any, converted: Any) -> dict[str, pandas.DataFrame]:
         models = {"exact": exact.model, "hedgehog": converted["hedgehog"]()}
@@ -182,6 +185,7 @@ def test_examples_come_first_on_screen_and_in_the_report(folder: Path, tmp_path:
     assert saved[next(iter(saved))].index.tolist() == ["exact", "hedgehog"]
 
 
+@pytest.mark.slow
 def test_examples_beyond_the_positions_say_so() -> None:
     model = tiny_model("bert").eval()
     exact = ExactModel.load(model, "encoder", "bert", tiny_tokenizer())

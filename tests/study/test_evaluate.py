@@ -187,6 +187,7 @@ def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) ->
 # Several runs of one folder
 
 
+@pytest.mark.slow
 def test_an_appended_run_measures_only_what_is_missing(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     options = {"attention": ("elu",), "dataset": str(folder / "text.txt"), "output": str(output)}
@@ -256,6 +257,7 @@ def test_an_interrupted_run_continues(
     assert (output / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_throughput_takes_no_more_memory_than_there_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +276,7 @@ def test_throughput_takes_no_more_memory_than_there_is(
 # Tasks, checkpoints, sentence pairs
 
 
+@pytest.mark.slow
 def test_a_classifier_with_checkpoints_and_a_baseline(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"task": ("sst2",), "folder": str(folder / "glue"), "output": str(tmp_path / "out")}
     checkpoints = {"converted": (str(folder / "run0"), str(folder / "run1")), "baseline": (str(folder / "tuned"),)}
@@ -293,6 +296,7 @@ def test_a_classifier_with_checkpoints_and_a_baseline(folder: Path, tmp_path: Pa
     assert len(more.quality(score, "elu (converted)").values) == 2
 
 
+@pytest.mark.slow
 def test_own_labelled_data_are_measured_as_a_task_is(folder: Path, tmp_path: Path) -> None:
     """The files of a task, given as data of one's own, give the values of the task."""
     common: dict[str, Any] = {"attention": ("elu",), "steps": 0}
@@ -318,6 +322,7 @@ def test_own_labelled_data_are_measured_as_a_task_is(folder: Path, tmp_path: Pat
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_metric_of_ones_own(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "share").mkdir()
     (tmp_path / "share" / "share.py").write_text(MODULE)
@@ -355,6 +360,7 @@ def test_several_tasks_have_a_model_each(folder: Path, tmp_path: Path) -> None:
         assert evaluation.quality(evaluation.scores[1], label) == single.quality(single.scores[0], label)
 
 
+@pytest.mark.slow
 def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tmp_path: Path) -> None:
     evaluation, _ = run(
         folder / "bert",

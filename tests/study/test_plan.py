@@ -142,6 +142,7 @@ def without_times(result: PlanResult) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_resumed(
     finished: tuple[Path, PlanResult], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_stopped_run_is_resumed(
     assert without_times(result) == without_times(finished[1])
 
 
+@pytest.mark.slow
 def test_lost_parameters_are_trained_again(folder: Path, tmp_path: Path) -> None:
     run(folder, "gpt2", tmp_path)
     count = len(Records(tmp_path / RECORDS_FILE))
@@ -178,6 +180,7 @@ def test_lost_parameters_are_trained_again(folder: Path, tmp_path: Path) -> None
     assert len(list((tmp_path / "learned").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_another_budget_uses_the_same_measurements(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +199,7 @@ def test_another_budget_uses_the_same_measurements(
     assert report_of(tmp_path)["transfer"] == {}
 
 
+@pytest.mark.slow
 def test_no_checkpoint_without_the_budget(folder: Path, tmp_path: Path) -> None:
     options = {"attention": "elu", "steps": 0, "lengths": (), "save_model": str(tmp_path / "model")}
     result = run(folder, "bert", tmp_path / "bert", budget="0.0000001 cosine", **options)
@@ -204,6 +208,7 @@ def test_no_checkpoint_without_the_budget(folder: Path, tmp_path: Path) -> None:
     assert LinearAttentionConfig.from_file(tmp_path / "bert" / "plan.json").layers
 
 
+@pytest.mark.slow
 def test_classifier(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="needs the extra 'train'")
     settings: dict[str, Any] = {
@@ -221,6 +226,7 @@ def test_classifier(folder: Path, tmp_path: Path) -> None:
         run(folder, "bert", tmp_path / "headless", **settings)
 
 
+@pytest.mark.slow
 def test_heads_of_a_mixture_are_searched_and_saved(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +253,7 @@ def test_heads_of_a_mixture_are_searched_and_saved(
         run(folder, "bert", tmp_path / "bert", attention="elu", budget="40% cache at 60")
 
 
+@pytest.mark.slow
 def test_encoder_longer_than_its_positions(folder: Path, tmp_path: Path) -> None:
     options = {"attention": "linformer", "lengths": (32, 200), "options": {"num_slots": 8}}
     result = run(folder, "bert", tmp_path, budget="2 cosine", **options)
@@ -255,6 +262,7 @@ def test_encoder_longer_than_its_positions(folder: Path, tmp_path: Path) -> None
     assert result.mechanisms["0"]["num_slots"] == 8
 
 
+@pytest.mark.slow
 def test_own_labelled_files(folder: Path, tmp_path: Path) -> None:
     """Labelled rows as `convert` reads them, with the labels as numbers or by name."""
     pytest.importorskip("datasets", reason="needs the extra 'train'")
@@ -275,6 +283,7 @@ def test_own_labelled_files(folder: Path, tmp_path: Path) -> None:
         run(folder, "classifier", tmp_path / "other", data=data, budget="100 points")
 
 
+@pytest.mark.slow
 def test_a_column_of_text_for_a_language_model(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="needs the extra 'train'")
     lines = sample_text().splitlines()
@@ -289,6 +298,7 @@ def test_a_column_of_text_for_a_language_model(folder: Path, tmp_path: Path) -> 
         assert data[part]["tokens"] == tokens + 1  # and one before the text
 
 
+@pytest.mark.slow
 def test_the_screen_shows_the_rows_the_stages_and_the_files(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +377,7 @@ def arguments(folder: Path, output: Path, budget: str, *more: str) -> list[str]:
     return ["plan", str(folder / "gpt2"), "--budget", budget, *flags]
 
 
+@pytest.mark.slow
 def test_exit_codes_and_the_plan_patches(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     window = ["--options.window_size", "8"]
     assert main(arguments(folder, tmp_path / "plan", "1000000% perplexity", *window)) == 0
@@ -378,6 +389,7 @@ def test_exit_codes_and_the_plan_patches(folder: Path, tmp_path: Path, capsys: p
     assert "of 3 self-attention layers are linear" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_nothing_is_planned_where_the_data_cannot_measure(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +416,7 @@ def test_nothing_is_planned_where_the_data_cannot_measure(
     assert not (tmp_path / "plan" / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_a_budget_of_recall_measures_recall(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model of random weights recalls nothing, or a pair by chance: no share of that is kept for sure."""
     assert main(arguments(folder, tmp_path / "plan", "90% recall at 160")) in (1, 3)

@@ -22,6 +22,7 @@ from hf_linear_attn.study.convert import convert, finetune
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet
 
 
+@pytest.mark.slow
 def test_the_teacher_learns_and_the_student_keeps_it(converted: tuple[Path, dict[str, Any], str]) -> None:
     _, results, _ = converted
     stages = results["stages"]
@@ -111,6 +112,7 @@ def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: 
     assert results["stages"]["transferred"]
 
 
+@pytest.mark.slow
 def test_the_control_stands_beside_the_conversion(folder: Path, tmp_path: Path) -> None:
     """It is the teacher after the same distillation with exact attention; `exact_share` counts for the student."""
     screen = io.StringIO()
@@ -199,6 +201,7 @@ def test_other_mechanisms(attention: str, folder: Path, tmp_path: Path) -> None:
     assert {layer["attention"] for layer in results["layers"]} == {attention}
 
 
+@pytest.mark.slow
 def test_scores_are_regressed(folder: Path, tmp_path: Path) -> None:
     results = convert(
         convert_config(
@@ -239,6 +242,7 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_some_heads_stay_exact(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = {"task_type": "causal-lm", "data__text_columns": ["text"], "teacher__max_steps": None}
@@ -268,6 +272,7 @@ def test_some_heads_stay_exact(kind: str, folder: Path, tmp_path: Path, monkeypa
     assert convert(replace(config, resume=True), console=quiet())["stages"]["exact_heads"] == chosen
 
 
+@pytest.mark.slow
 def test_masked_language_model(folder: Path, tmp_path: Path) -> None:
     results = finetune(
         finetune_config(

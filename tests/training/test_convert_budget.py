@@ -21,6 +21,7 @@ from tests.tiny_models import VOCABULARY, save_checkpoint
 from tests.training.tiny_runs import quiet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["30% cache at 2000", "100000% perplexity", "1.0000001x at 4000"])
 def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Path) -> None:
     config = ConvertConfig(
@@ -54,6 +55,7 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
     assert ("As saved: " in card) == ("cache" not in budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "model", "text", "options"),
     [
@@ -101,6 +103,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["windows in some layers", *slow("heads of 32", "qk-norm", "one head of 256")])
 def test_a_budget_serves_every_shape_of_heads(shape: str, folder: Path, tmp_path: Path) -> None:
     architecture, config = SHAPES[shape]
@@ -139,6 +142,7 @@ def test_a_model_of_windows_alone_has_nothing_to_convert(folder: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_length", [160, *slow(256)])
 def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Path, tmp_path: Path) -> None:
     """A model of random weights that is taken for one that answers, by a score that is replaced."""
@@ -161,6 +165,7 @@ def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Pa
     assert "| this model | 200 | 48 | 0.67 | 0.53 to 0.78 |" in card
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": str(folder / "decoder"), "output": str(tmp_path / "out")}
     options["data"] = {"dataset": str(folder / "text" / "text.txt")}
@@ -186,6 +191,7 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
         convert(**options, budget="1% cache at 100", speed={"lengths": []})
 
 
+@pytest.mark.slow
 def test_a_speedup_that_is_lost_in_noise_meets_no_budget(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from hf_linear_attn.study.study import check_study
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, weights
 
 
+@pytest.mark.slow
 def test_a_missing_head_is_an_error_before_rows_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,7 @@ def test_further_training_arguments(arguments: dict[str, Any], message: str, fol
     assert finetune(config, console=quiet())["stages"]["trained"]
 
 
+@pytest.mark.slow
 def test_a_used_folder_is_not_overwritten(converted: tuple[Path, dict[str, Any], str], folder: Path) -> None:
     out, _, _ = converted
     before = weights(out)

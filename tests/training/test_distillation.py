@@ -72,6 +72,7 @@ def test_the_teacher_within_adapters_is_the_exact_model(folder: Path, tmp_path: 
     assert any(".linear_attention." in name for name, value in student.named_parameters() if value.requires_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"bf16": True}])
 def test_memory_options(changes: dict[str, Any], folder: Path, tmp_path: Path, default_losses: list[float]) -> None:
     """They change how it is computed, and the result hardly."""

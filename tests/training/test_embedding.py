@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_pooling_and_loss_are_their_definitions() -> None:
     hidden, mask = torch.randn(2, 4, 3), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     pooled = mean_pooling(hidden, mask)
@@ -53,6 +54,7 @@ def test_pooling_and_loss_are_their_definitions() -> None:
     assert float(embedding_loss(pooled, other)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sentence_encoder_comes_nearer_to_its_exact_embeddings(folder: Path, tmp_path: Path, lora: int) -> None:
     changes = {"disable_dropout": True, "learning_rate": 1e-3, "max_steps": 30, "lora_rank": lora}

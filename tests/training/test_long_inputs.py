@@ -42,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["hedgehog", "linformer"])
 def test_teacher_and_student_take_long_inputs(folder: Path, tmp_path: Path, attention: str) -> None:
     changes = {"attention": attention, "max_length": LONG, "data__max_length": LONG}

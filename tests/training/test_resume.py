@@ -72,6 +72,7 @@ def test_killed_in_a_step(stage: str, step: int, folder: Path, tmp_path: Path, m
         assert resumed == expected
 
 
+@pytest.mark.slow
 def test_signals_save_and_say_how_to_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = (folder / "encoder", folder / "task", tmp_path / "out")
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -86,6 +87,7 @@ def test_signals_save_and_say_how_to_resume(folder: Path, tmp_path: Path, monkey
     assert weights(paths[2]) == weights(folder / "complete")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signalled", [False, True], ids=["killed", "signal"])
 def test_stopped_in_attention_transfer(
     signalled: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +119,7 @@ def test_stopped_in_attention_transfer(
     assert resumed == complete
 
 
+@pytest.mark.slow
 def test_killed_after_a_distillation_that_drew_features_anew(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +134,7 @@ def test_killed_after_a_distillation_that_drew_features_anew(
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_killed_while_adapters_are_trained_and_features_drawn_anew(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +149,7 @@ def test_killed_while_adapters_are_trained_and_features_drawn_anew(
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_killed_in_the_control(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The conversion before it is not repeated, and the control ends as the undisturbed one."""
     paths = (folder / "encoder", folder / "task")
@@ -183,6 +188,7 @@ def test_another_number_of_processes_does_not_resume(
     assert {path: path.read_bytes() for path in paths[2].rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_other_data_do_not_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = Path(shutil.copytree(folder / "task", tmp_path / "task"))
     paths = (folder / "encoder", task, tmp_path / "out")
@@ -197,6 +203,7 @@ def test_other_data_do_not_resume(folder: Path, tmp_path: Path, monkeypatch: pyt
         convert(convert_config(*paths, resume=True), console=quiet())
 
 
+@pytest.mark.slow
 def test_the_number_of_worker_processes_changes_nothing(folder: Path, tmp_path: Path) -> None:
     for workers in (0, 2):
         config = finetune_config(

@@ -79,6 +79,7 @@ def test_blocks_add_up(name: str, family: Family, monkeypatch: pytest.MonkeyPatc
         assert max(sizes) <= max(entries, smallest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "family", "kind"),
     [

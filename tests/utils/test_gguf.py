@@ -83,6 +83,7 @@ def llama_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn
     return path, model
 
 
+@pytest.mark.slow
 def test_a_patched_gguf_file_is_saved_as_an_ordinary_checkpoint(
     llama_file: tuple[Path, torch.nn.Module], tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_patched_gguf_file_is_saved_as_an_ordinary_checkpoint(
     assert tokenizer.decode(tokenizer("red green")["input_ids"]) == "red green"
 
 
+@pytest.mark.slow
 def test_convert_reads_a_gguf_file(llama_file: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
     path, _ = llama_file
     text = save_text(tmp_path / "text")
@@ -113,6 +115,7 @@ def test_a_file_of_the_hub_is_split_at_its_name() -> None:
     assert split_source("org/model") == ("org/model", {})
 
 
+@pytest.mark.slow
 def test_a_short_name_stands_for_the_file_of_its_package(
     llama_file: tuple[Path, torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
