@@ -129,6 +129,11 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def is_learned(name: str) -> bool:
+    """Return whether the name of a parameter or a buffer is that of a linear attention."""
+    return f".{SUBMODULE}." in f".{name}"
+
+
 def is_patched(model: nn.Module) -> bool:
     """Return whether `patch_model` has been applied to this model, to a part of it, or to a model around it."""
     return next(attention_modules(model), None) is not None

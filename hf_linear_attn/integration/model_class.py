@@ -32,6 +32,7 @@ from .context import (
     IMPLEMENTATION_FIELD,
     SUBMODULE,
     attention_modules,
+    is_learned,
     is_patched,
     layer_context,
 )
@@ -335,7 +336,7 @@ def _part_added(parent: nn.Module, name: str, part: Any) -> None:
 def become_exact(model: PreTrainedModel) -> None:
     """Give a model its original class and tied weights again, and take our fields out of its config."""
     model.all_tied_weights_keys = {
-        name: source for name, source in model.all_tied_weights_keys.items() if f".{SUBMODULE}." not in f".{name}"
+        name: source for name, source in model.all_tied_weights_keys.items() if not is_learned(name)
     }
     if plan := getattr(model, "_tp_plan", None):
         model._tp_plan = {name: style for name, style in plan.items() if not name.endswith(f".{SUBMODULE}")}
@@ -435,7 +436,7 @@ def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
         kind: sorted(key if isinstance(key, str) else key[0] for key in info.get(f"{kind}_keys", ()))
         for kind in ("missing", "unexpected", "mismatched")
     }
-    ours = {kind: [key for key in keys if f".{SUBMODULE}." in f".{key}"] for kind, keys in names.items()}
+    ours = {kind: list(filter(is_learned, keys)) for kind, keys in names.items()}
     if any(ours.values()):
         raise ValueError(
             f"The weights in {source} do not match the linear attention of its config.json "

@@ -57,7 +57,7 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
         tokens[index] = int(layer.get_seq_length())
         for name, tensor in {"keys": layer.keys, "values": layer.values, **state}.items():
             tensors[f"{index}.{name}"] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if (mask := getattr(layer, "seen", (0, None))[1]) is not None:  # that of all layers
+        if isinstance(layer, LinearStateLayer) and (mask := layer.seen[1]) is not None:  # that of all layers
             tensors["mask"] = mask.detach().bool().contiguous()
     if not tokens:
         raise ValueError("save_state: the cache has no tokens. Pass the past_key_values of a forward pass.")

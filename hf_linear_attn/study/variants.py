@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..integration.ablation import without_attention
-from ..integration.context import SUBMODULE
+from ..integration.context import is_learned
 from ..measure.speed import timing_options
 from ..measure.values import Metric, Values, value
 from ..mechanisms.softmax import EXACT
@@ -102,13 +102,18 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
     if not trains and not options and seed != settings.seeds[0]:
         return []
 
-    def start() -> PreTrainedModel:
+    def calibrated() -> PreTrainedModel:
         model = patch_model(shared_copy(exact.model), name, **options)
         if trains:
             calibrate_untrained(model, inputs.train)
         return model
 
-    untrained = Variant(name, name, cache(start), "untrained", seed if trains or options else None, options)
+    def trained() -> PreTrainedModel:
+        model = patch_model(shared_copy(exact.model), name, **options)
+        model.load_state_dict(_learned(untrained.load()), strict=False)
+        return transferred(one, study, model, conditions)
+
+    untrained = Variant(name, name, cache(calibrated), "untrained", seed if trains or options else None, options)
     if not trains:
         return [untrained]
     transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
@@ -117,8 +122,7 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
     after = replace(untrained, state="transferred", settings={"transfer": transfer})
     conditions = after.of(exact.conditions("attention_transfer"))
     study.records.known(conditions, name)  # the report shows an earlier transfer also where nothing has to be measured
-    load = cache(lambda: transferred(one, study, start(), conditions))
-    return [replace(untrained, settings={"calibration": rows}), replace(after, load=load)]
+    return [replace(untrained, settings={"calibration": rows}), replace(after, load=cache(trained))]
 
 
 def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions) -> PreTrainedModel:
@@ -148,10 +152,15 @@ def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, condit
             *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
             *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
         ]
-        return values, {name: tensor for name, tensor in model.state_dict().items() if f".{SUBMODULE}." in f".{name}"}
+        return values, _learned(model)
 
     model.load_state_dict(study.learned(conditions, train, label=name), strict=False)
     return model
+
+
+def _learned(model: PreTrainedModel) -> Learned:
+    """Return the tensors of the mechanisms."""
+    return {name: tensor for name, tensor in model.state_dict().items() if is_learned(name)}
 
 
 def timed_variants(exact: ExactModel, settings: Settings, groups: Sequence[CheckpointGroup]) -> list[Variant]:

@@ -12,12 +12,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.task_data import IGNORED
+from ..integration.context import is_learned
 from ..integration.exact import exact_attention
 from ..utils.models import evaluation_mode, frozen, mean_pooling
 from ..utils.options import check_options
 from . import losses
 from .options import DistillConfig, StageConfig, check_loss_weights
-from .resumable import ResumableTrainer, is_learned
+from .resumable import ResumableTrainer
 from .sharding import autocast, shard_frozen_model
 from .transfer import check_finite_loss
 

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from ..integration.context import SUBMODULE
+from ..integration.context import is_learned
 from ..utils.files import remove_partial_files, replace_folder
 from .sharding import check_sharding, fill_copy, is_sharded, meta_copy, name_layers, release, reshard, shards_models
 
@@ -206,11 +206,6 @@ class SeededCollator:
         content = json.dumps(rows, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
         with local_seed(mixed_seed(self.seed, int(self._epoch), zlib.crc32(content.encode()))):
             return self.collator(rows)
-
-
-def is_learned(name: str) -> bool:
-    """Whether the name of a parameter is that of a learned part of a mechanism."""
-    return f".{SUBMODULE}." in f".{name}"
 
 
 class ResumableTrainer(Trainer):
