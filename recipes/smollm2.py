@@ -355,6 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: RecipeConfig) -> None:
     """Train and measure all variants."""
+    config = config.completed()
     if config.model is None:
         config = replace(config, model=resolve_model(SMOLLM2)[0])
     with open_study(config.output, "smollm2", public_options(config), resume=True) as study:

@@ -31,7 +31,7 @@ STAGES = (
     ("transferred", "after attention transfer"),
     ("closed", "with harmful linear parts closed"),
     ("distilled", "after distillation"),
-    ("converted", "without what harmed of these (as saved)"),
+    ("converted", "as saved, without what harmed"),
     ("trained", "after fine-tuning"),
 )
 EXAMPLE = '"The weather is nice today"'
@@ -163,6 +163,8 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     stages = [(title, state[stage]) for stage, title in STAGES if state.get(stage)]
     if not stages:
         return []
+    if "converted" in state and len(stages) > 1 and stages[-1][1] == stages[-2][1]:
+        stages.pop()  # nothing was taken back
     names = dict.fromkeys(name for _, values in stages for name in values if not name.endswith("_stderr"))
     rows = {name: validation_rows(facts, name) for name in names}
     cells = [
@@ -295,7 +297,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
     if speed:
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
-    (_, pipeline, text), auto_class = PIPELINES[str(config.task_type)], AUTO_CLASSES[str(config.task_type)]
+    (_, pipeline, text), auto_class = PIPELINES[config.kind], AUTO_CLASSES[config.kind]
     changed = changed_options(to_dict(config), to_dict(type(config)()))
     settings = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     sections = {
@@ -324,7 +326,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
 def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: list[str]) -> ModelCardData:
     """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
     repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
-    pipeline, metric = PIPELINES[str(config.task_type)][0], facts["goal"]["metric"]
+    pipeline, metric = PIPELINES[config.kind][0], facts["goal"]["metric"]
     final = final_metrics(state)
     results = [
         EvalResult(
@@ -354,7 +356,7 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
 
 def final_metrics(state: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of the model as saved."""
-    stages = ("converted", "distilled", "transferred", "trained", "patched")
+    stages = ("converted", "trained", "distilled", "transferred", "patched")  # earlier versions left out "converted"
     return next((state[stage] for stage in stages if state.get(stage)), {})
 
 

@@ -41,6 +41,8 @@ from .budgets import Budget, choose_heads_and_window, quarter_window, scored
 from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
 from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics, tensors_of
 
+Metrics = dict[str, Any]
+
 #: In the names of parameters that mechanisms have learned.
 LEARNED = f".{SUBMODULE}."
 
@@ -104,12 +106,13 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
         budget = Budget.parse(config.budget)
-        budget.unit_for(KINDS[str(config.task_type)])  # an error before any work
+        budget.unit_for(KINDS[config.kind])  # an error before any work
     return _execute(config, console, _convert)
 
 
 def _execute(config: Any, console: Console | None, train: Callable[[TrainingRun], dict[str, Any]]) -> dict[str, Any]:
     """Open a run, and train unless it has ended before; show its results and push its model."""
+    config = config.completed()
     models.read_attention(config)
     run = TrainingRun(config, train.__name__.strip("_"), console)
     path = run.folder / RESULTS_FILE
@@ -161,44 +164,45 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
     if (budget := _budget(run)) is not None:
         budget.check_metric(run.data.metric, greater_is_better=run.data.greater_is_better)
     teacher = _teacher(run)
-    if config.task_type == "embedding":
+    if config.kind == "embedding":
         with run.working("computing the teacher's embeddings"):
             _label_with_embeddings(run.data, teacher.to(run.process.device))
     run.measure("teacher", teacher)
-    if config.task_type in ("causal-lm", "masked-lm"):
+    if config.kind in ("causal-lm", "masked-lm"):
         run.measure("no attention", without_attention(teacher))
     student = copy.deepcopy(teacher)
     models.patch_as_configured(student, config, _choose_heads(run, teacher))
     facts = _facts(run, student)
+    metrics: Metrics = {}  # of the student, as it is
     if is_patched(student):
         learns = patch_report(student).parameters > 0
         if learns:
             student = _calibrate(run, student)
-        run.measure("patched", student)
+        metrics = run.measure("patched", student)
         _estimate(run, teacher)
         if learns:
-            student = _close_harmful_parts(run, _transfer(run, student))
-    closed = not all(part["kept"] for part in _linear_parts(run))
+            student, metrics = _transfer(run, student, metrics)
+            student, metrics = _close_harmful_parts(run, student, metrics)
     if config.distill.enabled:
-        if closed:
-            run.measure("closed", student)
         # Distillation may shard its teacher; the control and the timing need complete models.
         control = copy.deepcopy(teacher) if config.control and is_patched(student) else None
         before = _copies(student)
         student = _distill(run, teacher, student, "distill", "distilled")
-        if _take_back_if_worse(run, student, before, "distilled"):
-            run.measure("converted", student)
+        metrics = _keep_better(run, student, before, metrics, "distilled")
         if control is not None:
             _distill(run, teacher, control, "control distill", "control")
-    elif closed or _is_worse(run, "transferred"):
-        run.measure("converted", student)
-    if _timed_lengths(run) and "speed" not in run.state:
-        if is_sharded(teacher):
-            teacher = _teacher(run)
-        with run.working("measuring speed"):
-            run.record("speed", _speed(run, teacher, student))
+    run.once("converted", lambda: metrics)
+    if is_sharded(teacher) and (_timed_lengths(run) or budget is not None):
+        teacher = _teacher(run)
+    if _timed_lengths(run):
+
+        def time_both() -> dict[str, Any]:
+            with run.working("measuring speed"):
+                return _speed(run, teacher, student)
+
+        run.once("speed", time_both)
     if budget is not None:
-        _verify_recall(run, budget, _teacher(run) if is_sharded(teacher) else teacher, student)
+        _verify_recall(run, budget, teacher, student)
     _save(run, student, facts, run.state)
     return facts
 
@@ -213,10 +217,10 @@ def _load_data(run: TrainingRun) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
     max_length, reason = models.longest_row(config, tokenizer)
     with run.working(f"reading {config.data.task or config.data.dataset}"):
-        if config.task_type == "classification" and isinstance(config, ConvertConfig) and not config.teacher.enabled:
+        if config.kind == "classification" and isinstance(config, ConvertConfig) and not config.teacher.enabled:
             models.check_head(config)
         with run.process.main_process_first():
-            data = load_task_data(config.task_type, tokenizer, replace(config.data, max_length=max_length), config.seed)
+            data = load_task_data(config.kind, tokenizer, replace(config.data, max_length=max_length), config.seed)
     facts = data.facts
     held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
     train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
@@ -277,7 +281,8 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
     config, data, budget = run.config, run.data, _budget(run)
     if not config.exact_share and budget is None:
         return None
-    if "exact_heads" not in run.state:
+
+    def choose() -> dict[str, Any]:
         batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
         options = {"share": config.exact_share or SEARCH_SHARE, "seed": config.seed, **config.options}
         if budget is not None and budget.cost != "cache":
@@ -293,11 +298,13 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
                 chosen["cache_dtype"] = choice.cache_dtype
             reason = choice.reason
             run.say(f"For the budget {config.budget}: {reason}.")
-        plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
-        run.record("exact_heads", {"plan": plan, "reason": reason, "heads": search.table.to_dict("records")})
         heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
         run.say(f"Exact heads by layer: {heads}")
-    return LinearAttentionConfig.parse(run.state["exact_heads"]["plan"]).with_default("seed", config.seed)
+        plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
+        return {"plan": plan, "reason": reason, "heads": search.table.to_dict("records")}
+
+    plan = run.once("exact_heads", choose)["plan"]
+    return LinearAttentionConfig.parse(plan).with_default("seed", config.seed)
 
 
 def _measure_choice(
@@ -322,17 +329,17 @@ def _measure_choice(
 
 def _recall(run: TrainingRun, name: str, model: PreTrainedModel, length: int) -> dict[str, Any]:
     """Measure once what a model recalls of prompts of so many tokens."""
-    stage = f"recall, {name}"
-    if stage not in run.state:
+
+    def measure() -> dict[str, Any]:
         with run.working(f"measuring what {name} recalls"):
             model.to(run.process.device)
-            tasks = [RECALL_TASKS[run.config.task_type]]
+            tasks = [RECALL_TASKS[run.config.kind]]
             options: dict[str, Any] = {"tasks": tasks, "lengths": [length], "trials": RECALL_TRIALS}
             result = measure_recall(model, run.data.tokenizer, **options, seed=run.config.seed)
         (row,) = result.summary().to_dict("records")
-        values = {"recall": row.pop("score"), **row, "task": tasks[0], "length": length}
-        run.record(stage, values)
-    return run.state[stage]
+        return {"recall": row.pop("score"), **row, "task": tasks[0], "length": length}
+
+    return run.once(f"recall, {name}", measure)
 
 
 def _verify_recall(run: TrainingRun, budget: Budget, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
@@ -341,7 +348,7 @@ def _verify_recall(run: TrainingRun, budget: Budget, teacher: PreTrainedModel, s
     They are as long as a budget of recall says, and for other budgets no longer than the training rows. A classifier
     recalls nothing.
     """
-    if run.config.task_type not in RECALL_TASKS:
+    if run.config.kind not in RECALL_TASKS:
         return
     length = run.data.longest
     if budget.length:
@@ -426,18 +433,20 @@ def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, run.learned("calibration", student, fit, LEARNED))
 
 
-def _close_harmful_parts(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
+def _close_harmful_parts(
+    run: TrainingRun, student: PreTrainedModel, metrics: Metrics
+) -> tuple[PreTrainedModel, Metrics]:
     """Close the linear parts that the model is better without, on held-out rows and, for a decoder, other text."""
     data, limit = run.data, exact_length(student)
     held_out = [row for rows in data.validation.values() for row in cast(Any, rows)]
     long = [row for row in held_out if len(row["input_ids"]) > limit]
     if not limit or not long:
-        return student
+        return student, metrics
 
     def close() -> tuple[PreTrainedModel, dict[str, Any]]:
         student.to(run.process.device)
         batches = leading_batches((data.collator([row]) for row in long), SELECTION_TOKENS)
-        if run.config.task_type == "causal-lm":
+        if run.config.kind == "causal-lm":
             length = max(batch["input_ids"].shape[1] for batch in batches)
             documents = standard_library_documents()[:OTHER_DOCUMENTS]
             batches += [{"input_ids": torch.tensor([packed_rows(data.tokenizer, documents, length)[0]])}]
@@ -447,28 +456,24 @@ def _close_harmful_parts(run: TrainingRun, student: PreTrainedModel) -> PreTrain
         return student, {"step": 0, "layers": rows, **{f"loss, {name}": value for name, value in parts.loss.items()}}
 
     student = run.learned("linear parts", student, close, LEARNED)
-    layers = _linear_parts(run)
+    layers = run.state["linear parts"]["layers"]
     if closed := sum(not row["kept"] for row in layers):
         run.say(f"Closed, since the model is better without: the linear part of {closed} of {len(layers)} layers.")
-    return student
+        metrics = run.measure("closed", student)
+    return student, metrics
 
 
-def _linear_parts(run: TrainingRun) -> list[dict[str, Any]]:
-    """Return what the linear part of each layer was found to be worth, if it was measured."""
-    return list(run.state.get("linear parts", {}).get("layers", ()))
-
-
-def _transfer(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
+def _transfer(run: TrainingRun, student: PreTrainedModel, metrics: Metrics) -> tuple[PreTrainedModel, Metrics]:
     """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss."""
     config, data = run.config, run.data
     if not config.transfer.max_steps:
-        return student
+        return student, metrics
     rows, limit = _long_rows(run, student), exact_length(student)
     if not len(rows):
         reason = f"Attention transfer was skipped: no training input has more than the {limit:,} tokens that are exact."
         run.say(reason)
         run.record("transfer", {"step": 0, "skipped": reason})
-        return student
+        return student, metrics
     if len(rows) < len(data.train) and "transfer" not in run.state:
         run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
     # At least one row, which is trained on as well if it is the only one.
@@ -477,8 +482,7 @@ def _transfer(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
     before = _copies(student, LEARNED)
     student = run.learned("transfer", student, partial(run.transfer, student, train, validation), LEARNED)
     run.measure("transferred", student)
-    _take_back_if_worse(run, student, before, "transferred")
-    return student
+    return student, _keep_better(run, student, before, metrics, "transferred")
 
 
 def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: str) -> PreTrainedModel:
@@ -503,31 +507,26 @@ def _copies(model: nn.Module, part: str = "") -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in tensors_of(model, part).items()}
 
 
-def _take_back_if_worse(run: TrainingRun, student: nn.Module, before: dict[str, Tensor], result: str) -> bool:
-    """Give a student the tensors from before a stage that ended worse than it began; return whether it did."""
-    is_worse = _is_worse(run, result)
-    if is_worse:
-        stage = {"transferred": "Attention transfer", "distilled": "Distillation"}[result]
-        run.say(f"{stage} is taken back: the {run.data.metric} is better without it.")
-        student.load_state_dict(before, strict=False)
-    return is_worse
+def _keep_better(
+    run: TrainingRun, student: nn.Module, before: dict[str, Tensor], metrics: Metrics, result: str
+) -> Metrics:
+    """Give a student the tensors from before a stage that ended worse than it began; return the metrics that it has."""
+    after = run.state[result]
+    if not _is_worse(run.data, metrics, after, result):
+        return after
+    stage = {"transferred": "Attention transfer", "distilled": "Distillation"}[result]
+    run.say(f"{stage} is taken back: the {run.data.metric} is better without it.")
+    student.load_state_dict(before, strict=False)
+    return metrics
 
 
-def _is_worse(run: TrainingRun, result: str) -> bool:
-    """Whether the model is worse after the attention transfer or the distillation than before it.
+def _is_worse(data: TaskData, before: Metrics, after: Metrics, result: str) -> bool:
+    """Whether a model is worse after the attention transfer or the distillation than before it.
 
     What counts is the metric of the task, which is too coarse to tell of a transfer, or the losses of all other data.
     """
-    data, state, after = run.data, run.state, run.state.get(result, {})
     if result == "transferred" and data.metric_names:
         return False
-    if result == "distilled" and "closed" in state:
-        stage = "closed"
-    elif result == "distilled" and "transferred" in state and not _is_worse(run, "transferred"):
-        stage = "transferred"
-    else:
-        stage = "patched"
-    before = state.get(stage, {})
     names = [data.metric] if data.metric_names else [name for name in after if name.endswith("loss")]
     known = [name for name in names if name in after and before.get(name) is not None]
     if any(after[name] is None for name in known):  # no number any more: NaN or infinite

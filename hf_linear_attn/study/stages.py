@@ -285,6 +285,12 @@ class TrainingRun:
         self.study.records.add(self._conditions(stage), result, label=stage)
         self.process.wait_for_everyone()
 
+    def once(self, stage: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the result of a stage: as it was stored, or else computed and stored."""
+        if stage not in self.state:
+            self.record(stage, compute())
+        return self.state[stage]
+
     def learned(self, stage: str, model: nn.Module, train: Callable[[], tuple[Any, dict[str, Any]]], part: str) -> Any:
         """Return a model with what a stage has learned: from the study, or else by `train`.
 
@@ -324,7 +330,8 @@ class TrainingRun:
 
     def measure(self, stage: str, model: PreTrainedModel) -> dict[str, float]:
         """Evaluate a model on the validation data once, and store its metrics."""
-        if stage not in self.state:
+
+        def evaluate() -> dict[str, float]:
             self.prepare_folder()
             arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
             with self.working(f"measuring: {stage}"), quiet_transformers():
@@ -335,10 +342,11 @@ class TrainingRun:
                 model.to(trainer.args.device)  # type: ignore[arg-type]
                 metrics = self.data.own_metrics(trainer.evaluate())
             trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-            self.record(stage, metrics)
             StageLog(stage, self.log_file).write(0, metrics)
             self.say(f"{stage}: {format_metrics(metrics)}")
-        return self.state[stage]
+            return metrics
+
+        return self.once(stage, evaluate)
 
     def train(self, stage: str, model: nn.Module, name: str = "", **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Run one stage of gradient steps, from its last checkpoint (in `checkpoints/NAME`) if the run resumes.

@@ -4,11 +4,11 @@ Options of the stages are called as in `transformers.TrainingArguments` where th
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
-from ..utils.options import GIVEN, OptionError, check_exclusive, check_options, default_of, option
+from ..utils.options import OptionError, check_exclusive, check_options, default_of, option
 
 #: The held-out texts that are measured with a budget and no other option: more would take longer than the training.
 BUDGET_EVAL_ROWS = 64
@@ -64,7 +64,7 @@ class StageConfig:
     @property
     def enabled(self) -> bool:
         """Whether the stage has any steps."""
-        return bool(self.max_steps or self.num_train_epochs)
+        return self.max_steps is not None or self.num_train_epochs != 0
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,6 @@ class TrainingRunConfig:
     hub_private_repo: bool = option(False, "make that repository private")
 
     def __post_init__(self) -> None:
-        if self.task_type is None:
-            object.__setattr__(self, "task_type", "classification")
-        if self.speed.lengths is None:
-            object.__setattr__(self, "speed", TimingConfig(TIMED_LENGTHS))
         check_options(self)
         check_exclusive(self, "resume", "overwrite")
         check_exclusive(self, "bf16", "fp16")
@@ -194,11 +190,21 @@ class TrainingRunConfig:
         if self.attention is None and self.plan is None and (self.options or self.layers is not None):
             raise OptionError("options" if self.options else "layers", "is for a mechanism: give attention, too.")
         for name, kind in (("mlm_probability", "masked-lm"), ("metrics", "classification")):
-            if getattr(self.data, name) != default_of(DataConfig, name) and self.task_type != kind:
-                raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.task_type}.")
+            if getattr(self.data, name) != default_of(DataConfig, name) and self.kind != kind:
+                raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.kind}.")
         if self.max_length is not None and (self.from_config or self.model_type is not None):
             remedy = f"config_overrides {{max_position_embeddings: {self.max_length}}}"
             raise OptionError("max_length", f"extends positions that were trained. With random weights, give {remedy}.")
+
+    @property
+    def kind(self) -> TaskType:
+        """The task type, or the default one."""
+        return self.task_type or "classification"
+
+    def completed(self) -> Self:
+        """Return these options with all defaults that depend on other options."""
+        speed = TimingConfig(TIMED_LENGTHS) if self.speed.lengths is None else self.speed
+        return replace(self, task_type=self.kind, speed=speed)
 
 
 @dataclass(frozen=True)
@@ -264,12 +270,9 @@ class ConvertConfig(TrainingRunConfig):
     distill: DistillConfig = option(factory=DistillConfig)
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("task_type", "data", "transfer", "distill")}
-        object.__setattr__(self, GIVEN, given)
-        training = USUAL_TRAINING if self.budget is None else self._settle_budget()
-        object.__setattr__(self, "transfer", _filled_in(self.transfer, training[0]))
-        object.__setattr__(self, "distill", _filled_in(self.distill, training[1]))
         super().__post_init__()
+        if self.budget is not None:
+            self._check_budget()
         if self.exact_share and (self.attention is None or self.plan is not None or self.layers is not None):
             raise OptionError(
                 "exact_share", "chooses heads in all layers: give attention, and leave plan and layers out."
@@ -277,28 +280,38 @@ class ConvertConfig(TrainingRunConfig):
         if self.control and not (self.distill.enabled and (self.attention is not None or self.plan is not None)):
             raise OptionError("control", "is trained beside a linear model by distillation: give attention and steps.")
         carried, longest = self.distill.carried_length, self.data.max_length
-        if carried and (self.task_type != "causal-lm" or self.gradient_checkpointing):
+        if carried and (self.kind != "causal-lm" or self.gradient_checkpointing):
             raise OptionError("distill.carried_length", "needs task_type causal-lm and no gradient_checkpointing.")
         if carried and longest is not None and longest < carried + 2:
             raise OptionError(
                 "distill.carried_length",
                 f"leaves no token to predict in rows of {longest}, got {carried}.",
             )
-        if self.task_type == "embedding" and self.teacher.enabled:
+        if self.kind == "embedding" and self.teacher.enabled:
             raise OptionError("task_type", "embedding has no labels to fine-tune a teacher on: leave out that section.")
 
-    def _settle_budget(self) -> tuple[TransferConfig, DistillConfig]:
-        """Fill in what a budget decides, where nothing else is given, and return its short training."""
+    def _check_budget(self) -> None:
         chosen = {"attention": DEFAULT_ATTENTION, "exact_share": 0.0, "layers": None, "plan": None}
         for name, value in chosen.items():
             if getattr(self, name) != value:
                 raise OptionError(name, "is chosen by the budget: leave it out.")
         if "window_size" in self.options:
             raise OptionError("options.window_size", "is chosen by the budget: leave it out.")
-        kind = self.task_type or ("causal-lm" if self.data.task is None else "classification")
-        if kind not in BUDGET_TRAINING:
-            raise OptionError("budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {kind}.")
-        object.__setattr__(self, "task_type", kind)
-        if self.data.max_eval_samples is None and kind != "classification":
-            object.__setattr__(self, "data", replace(self.data, max_eval_samples=BUDGET_EVAL_ROWS))
-        return BUDGET_TRAINING[kind]
+        if self.kind not in BUDGET_TRAINING:
+            raise OptionError("budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {self.kind}.")
+
+    @property
+    def kind(self) -> TaskType:
+        """The task type, or the default one: with a budget and no task, that of a decoder."""
+        is_decoder = self.budget is not None and self.data.task is None
+        return self.task_type or ("causal-lm" if is_decoder else "classification")
+
+    def completed(self) -> Self:
+        """Return these options with all defaults that depend on other options, such as the training of a budget."""
+        training, data = USUAL_TRAINING, self.data
+        if self.budget is not None:
+            training = BUDGET_TRAINING[self.kind]
+            if data.max_eval_samples is None and self.kind != "classification":
+                data = replace(data, max_eval_samples=BUDGET_EVAL_ROWS)
+        transfer, distill = _filled_in(self.transfer, training[0]), _filled_in(self.distill, training[1])
+        return replace(super().completed(), data=data, transfer=transfer, distill=distill)

@@ -24,10 +24,6 @@ TYPES: dict[Any, tuple[Any, str]] = {
 }
 
 
-#: Attribute of a config that fills in some of its fields: what they were given as.
-GIVEN = "_given"
-
-
 class OptionError(ValueError):
     """A value that an option cannot have. The command line names the option as it was typed, `--data.task: ...`.
 
@@ -185,13 +181,11 @@ def make_config(config_class: type[Config], config: Config | None, options: Mapp
     """Return the config with further options, or the one that options make by themselves. Errors as `build_config`.
 
     Options of a section override those of the config's section. Of a config of a subclass, whose further fields are its
-    own, those of `config_class` count. What a config has filled in by itself (see `GIVEN`) is filled in anew.
+    own, those of `config_class` count.
     """
     if config is None or not options:
         return config or build_config(config_class, options)
     hints, known = get_type_hints(config_class), to_dict(config)
-    for name, value in vars(config).get(GIVEN, {}).items():
-        known[name] = to_dict(value) if is_dataclass(value) else value
     values = {entry.name: known[entry.name] for entry in fields(cast(Any, config_class))}
     for name, value in options.items():
         is_section = is_dataclass(hints.get(name)) and isinstance(value, Mapping)

@@ -43,7 +43,8 @@ def read_options(path: str | Path) -> Options:
     Raises:
         TypeError, ValueError: An unknown option, or a value that it does not take.
     """
-    return to_dict(make_config(ConvertConfig, None, yaml.safe_load(Path(path).read_text(encoding="utf-8"))))
+    options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return to_dict(make_config(ConvertConfig, None, options).completed())
 
 
 def finetuned(options: Options, stage: str, *, output: Path, **changes: Any) -> Path:

@@ -34,7 +34,7 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
     )
     results = convert(config, console=quiet())
     stages = results["stages"]
-    assert config.task_type == "causal-lm"
+    assert results["config"]["task_type"] == "causal-lm"
     assert "distilled" in stages
     assert "transfer" not in stages
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import get_type_hints
 
 import pytest
@@ -114,16 +114,18 @@ def test_bad_values_name_the_option(config_class, values, message):
 
 def test_a_budget_sets_the_training_that_is_not_given():
     budget = {"budget": "2% perplexity"}
-    usual, short = ConvertConfig(), ConvertConfig(**budget)
+    usual, short = ConvertConfig().completed(), ConvertConfig(**budget).completed()
     assert (usual.transfer.max_steps, usual.distill.max_steps, usual.distill.num_train_epochs) == (200, None, 3.0)
     assert (short.transfer.max_steps, short.distill.max_steps, short.distill.num_train_epochs) == (0, 80, None)
-    given = ConvertConfig(**budget, transfer=TransferConfig(200), distill=DistillConfig(3.0, learning_rate=1e-4))
+    own = {"transfer": TransferConfig(200), "distill": DistillConfig(3.0, learning_rate=1e-4)}
+    given = ConvertConfig(**budget, **own).completed()
+    assert given.completed() == given
     assert (given.transfer.max_steps, given.distill.max_steps, given.distill.num_train_epochs) == (200, None, 3.0)
     assert (given.distill.learning_rate, given.distill.per_device_train_batch_size) == (1e-4, 1)
-    assert not ConvertConfig(**budget, distill=DistillConfig(0.0)).distill.enabled
+    assert not ConvertConfig(**budget, distill=DistillConfig(0.0)).completed().distill.enabled
     # What is given counts, even if it is the usual value.
     same = DistillConfig(per_device_train_batch_size=32, learning_rate=5e-5)
-    encoder = ConvertConfig(budget="0.01 cosine", task_type="embedding", distill=same)
+    encoder = ConvertConfig(budget="0.01 cosine", task_type="embedding", distill=same).completed()
     assert (encoder.distill.per_device_train_batch_size, encoder.distill.learning_rate) == (32, 5e-5)
     assert encoder.transfer.per_device_train_batch_size == 8
 
@@ -138,16 +140,16 @@ def test_a_plan_gets_the_seed_of_the_run(tmp_path):
 def test_options_override_those_of_a_config_one_by_one():
     options = {"data": {"dataset": "x", "max_length": 64}, "distill": {"max_steps": 50}, "speed": {"lengths": None}}
     config = make_config(ConvertConfig, None, options)
-    assert config.speed.lengths == (512, 2048), "null: the usual ones"
+    assert config.completed().speed.lengths == (512, 2048), "null: the usual ones"
     changed = make_config(ConvertConfig, config, {"data": {"max_eval_samples": 9}, "distill": {"learned_lr": 1e-3}})
     assert (changed.data.dataset, changed.data.max_length, changed.data.max_eval_samples) == ("x", 64, 9)
     assert (changed.distill.max_steps, changed.distill.learned_lr) == (50, 1e-3)
 
 
-def test_what_a_budget_fills_in_is_filled_in_anew():
+def test_a_config_without_its_budget_is_the_usual_one():
     usual = ConvertConfig(task_type="causal-lm", model="m")
     budget = make_config(ConvertConfig, usual, {"budget": "25% cache at 8192"})
-    assert budget == ConvertConfig(task_type="causal-lm", model="m", budget="25% cache at 8192")
-    longer = make_config(ConvertConfig, budget, {"distill": {"num_train_epochs": 2.0}})
+    longer = make_config(ConvertConfig, budget, {"distill": {"num_train_epochs": 2.0}}).completed()
     assert (longer.distill.num_train_epochs, longer.distill.max_steps) == (2.0, None)
     assert make_config(ConvertConfig, budget, {"budget": None}) == usual
+    assert replace(budget, budget=None) == usual
