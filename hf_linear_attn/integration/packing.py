@@ -285,6 +285,7 @@ class Documents:
 
     def __init__(self, boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None = None) -> None:
         self.shape = shape
+        self._made_of = [boundaries.clone(), *([] if padding is None else [padding.clone()])]
         device = boundaries.device
         edges: list[int] = boundaries.tolist()
         _check_edges(edges, shape)
@@ -300,6 +301,13 @@ class Documents:
         self.lengths = [length for length in lengths if length]
         self._starts = [0, *accumulate(self.lengths)]
         self.groups = [self.group(numbers) for numbers in _group_by_length(self.lengths)]
+
+    def are_of(self, shape: tuple[int, int], *tensors: Tensor) -> bool:
+        """Return whether these are the documents of a batch of this shape, with these boundaries (and padding)."""
+        return self.shape == shape and all(
+            now.device == known.device and torch.equal(now, known)
+            for now, known in zip(tensors, self._made_of, strict=True)
+        )
 
     def group(self, numbers: Sequence[int]) -> Group:
         """Return some of the documents as one padded batch, in this order."""
@@ -351,13 +359,13 @@ def _group_by_length(lengths: list[int]) -> list[list[int]]:
 def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None) -> Documents:
     """Return the documents of an attention call, which the first layer computes and the others take from its tensors.
 
-    (Where these have moved to another device they are computed again.)
+    (Where these have moved to another device, or were written over, they are computed again.)
     """
-    carrier = boundaries if padding is None else padding
-    documents: Documents | None = getattr(carrier, DOCUMENTS, None)
-    if documents is None or documents.shape != shape:
+    tensors = (boundaries,) if padding is None else (boundaries, padding)
+    documents: Documents | None = getattr(tensors[-1], DOCUMENTS, None)
+    if documents is None or not documents.are_of(shape, *tensors):
         documents = Documents(boundaries, shape, padding)
-        setattr(carrier, DOCUMENTS, documents)
+        setattr(tensors[-1], DOCUMENTS, documents)
     return documents
 
 

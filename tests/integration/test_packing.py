@@ -181,6 +181,30 @@ def test_boundaries_are_worked_out_once_a_forward_pass(monkeypatch):
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("rewritten", ["boundaries", "padding"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_buffers_may_be_written_over_between_calls(inference, rewritten):
+    """A layer that is called by itself, or by a model that makes no mask, gets the caller's own tensors."""
+    model = patched("hedgehog", LLAMA)
+    hidden = torch.randn(1, 14, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    rotary = model.model.rotary_emb(hidden, torch.arange(14)[None])
+    with torch.inference_mode(inference), torch.set_grad_enabled(False):
+
+        def run(boundaries, mask):
+            layer = model.model.layers[0].self_attn
+            return layer(hidden, position_embeddings=rotary, attention_mask=mask, cu_seq_lens_q=boundaries)[0]
+
+        boundaries, mask = torch.tensor([0, 6, 14]), None
+        if rewritten == "padding":
+            mask = torch.ones(1, 14, dtype=torch.bool)
+        run(boundaries, mask)
+        if rewritten == "padding":
+            mask[:, :3] = False
+        else:
+            boundaries[1] = 9
+        assert_close(run(boundaries, mask), run(boundaries.clone(), None if mask is None else mask.clone()))
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Training and measuring
 
