@@ -35,6 +35,9 @@ BOUNDARIES_LOST = (
     "{} does not hand cu_seq_lens_q to its attention, so that packed documents would see each other. Pass padded rows "
     "with an attention_mask."
 )
+#: Method of models (Gemma 4) that cuts masks to the last queries, all as if they were 4D, unless `logits_to_keep` is
+#: None.
+KEEPS_LAST_QUERIES = "_maybe_slice_kv_shared_inputs"
 #: Attribute of a mask: the boundaries of the packed batch that it belongs to.
 MASK_BOUNDARIES = "_linear_attention_boundaries"
 #: Attribute of a padding mask, or else of the boundaries: the `Documents` that the first layer has made of them.
@@ -163,13 +166,15 @@ def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tokens = _tokens(inputs)
     if (cache := self_attention_cache(inputs.values())) is not None:
         replace_static_layers(cache, module.config)
+    if hasattr(module, KEEPS_LAST_QUERIES):
+        kwargs = {**kwargs, "logits_to_keep": None}
     if not compiling:
         _check_cache_and_length(module, context, inputs, tokens)
     boundaries = inputs.get(BOUNDARIES)
     if boundaries is None:
         boundaries = _boundaries_from_positions(module, context, inputs)
     if boundaries is None or tokens is None:
-        return None
+        return args, kwargs
     _check_packed_inputs(module, context, inputs)
     added: dict[str, Any] = {}
     if inputs.get(BOUNDARIES) is None and context.takes_any_argument:

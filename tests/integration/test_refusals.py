@@ -15,7 +15,7 @@ from hf_linear_attn.integration.discovery import HEAD_DIM, HEADS, AttentionLayer
 from hf_linear_attn.integration.exact import eager_function
 from hf_linear_attn.integration.mask import linear_attention_mask
 from hf_linear_attn.integration.models import weight_write_errors
-from tests.comparing import logits
+from tests.comparing import assert_close, logits
 from tests.inputs import qkv, token_ids
 from tests.small import patched
 from tests.tiny_models import LLAMA
@@ -33,6 +33,29 @@ def test_layers_that_share_keys_and_values(layer):
     )
     with pytest.raises(NotImplementedError, match="shares its keys and values with other layers"):
         hla.patch_model(AutoModelForCausalLM.from_config(config), {layer: "elu"})
+
+
+@torch.no_grad()
+def test_padding_beside_layers_that_reuse_keys_and_values():
+    """Gemma 4 has its last layers compute the last queries only, and cuts their masks for that."""
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        **{"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"head_dim": 16, "global_head_dim": 16, "intermediate_size": 32, "vocab_size": 97},
+        **{"layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]},
+        **{"num_kv_shared_layers": 1, "sliding_window": 4, "hidden_size_per_layer_input": 0},
+        **{"pad_token_id": 0, "eos_token_id": None},
+    )
+    torch.manual_seed(0)
+    model = hla.patch_model(AutoModelForCausalLM.from_config(config).eval(), "hedgehog", layers=[0])
+    ids, mask = token_ids(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    padded = model.generate(ids, attention_mask=mask, **settings)
+    for row, start in enumerate((0, 5)):
+        alone = model.generate(ids[row : row + 1, start:], **settings)
+        assert torch.equal(padded.sequences[row, 12:], alone.sequences[0, 12 - start :])
+        assert_close(torch.stack(padded.logits)[:, row], torch.stack(alone.logits)[:, 0])
 
 
 def layer():
