@@ -69,8 +69,8 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
     """Read a cache that `save_state` has written: decoding goes on from it bit-equally, with exact heads to rounding.
 
     Args:
-        model: The same patched model: class, linear attention and weights are compared (weights that are offloaded or
-            quantized are not).
+        model: The same patched model: class, linear attention, `rope_parameters` and weights are compared (weights that
+            are offloaded or quantized are not).
         path: The file.
 
     Returns:
@@ -121,12 +121,13 @@ def _linear_layers(model: PreTrainedModel) -> set[int]:
 
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what identifies a patched model: its class, its linear attention, and checksums of its weights."""
+    """Return what identifies a patched model: its class, linear attention, rotary scaling, and checksums of weights."""
     check_patched(model)
     buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
     return {
         "class": base_class(type(model)).__name__,
         "linear attention": config_fields(model)[CONFIG_FIELD],
+        "rotary scaling": getattr(model.config.get_text_config(decoder=True), "rope_parameters", None),
         "weights": {
             name: _checksum(tensor)
             for name, tensor in chain(model.named_parameters(), buffers)
@@ -143,8 +144,9 @@ def _checksum(tensor: Tensor) -> str:
 
 def _difference(saved: dict[str, Any], current: dict[str, Any]) -> str:
     """Return in words how the model of a saved state differs from another; "" where it does not."""
-    for name in ("class", "linear attention"):
-        if saved[name] != current[name]:
+    for name in ("class", "linear attention", "rotary scaling"):
+        present = json.loads(json.dumps(current[name]))
+        if saved.get(name, present) != present:
             return f"another {name}"
     differing = [name for name, value in current["weights"].items() if saved["weights"].get(name, value) != value]
     return f"{len(differing)} weights differ, {differing[0]!r} among them" if differing else ""

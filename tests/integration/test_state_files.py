@@ -11,7 +11,7 @@ import hf_linear_attn as hla
 from tests.cases import every_pair
 from tests.comparing import logits
 from tests.inputs import padded_batch, token_ids
-from tests.small import patched, randomize_learned
+from tests.small import patch_small, patched, randomize_learned
 from tests.tiny_models import BERT, DECODERS, GPT2, LLAMA, tiny_model
 
 
@@ -116,6 +116,10 @@ def test_another_model_is_refused(saved):
         hla.load_state(patched("window", LLAMA), path)
     with pytest.raises(ValueError, match="another class"):
         hla.load_state(patched("hedgehog", GPT2), path)
+    scaling = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    scaled = patch_small(tiny_model("llama", AutoModelForCausalLM, rope_parameters=scaling), "hedgehog")
+    with pytest.raises(ValueError, match="another rotary scaling"):
+        hla.load_state(scaled, path)
     with pytest.raises(ValueError, match="weights differ"):
         hla.load_state(copy.deepcopy(model).bfloat16(), path)
     with pytest.raises(ValueError, match="is not patched"):
