@@ -25,7 +25,7 @@ from transformers.utils import CONFIG_NAME
 from ..config import LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
-from .cache import self_attention_cache, state_layer
+from .cache import replace_static_layers, self_attention_cache, state_layer
 from .context import (
     CONFIG_FIELD,
     IMPLEMENTATION,
@@ -205,9 +205,11 @@ class LinearAttentionModelMixin:
             return prepared
         for module in attention_modules(self):  # type: ignore[arg-type]
             context = layer_context(module)
-            if context is None or context.runs_exactly:  # It needs keys and values.
+            if context is None or not context.causal or getattr(module, "layer_idx", None) is None:
                 continue
-            if getattr(module, "layer_idx", None) is not None and context.causal:
+            if context.runs_exactly:  # It needs keys and values, and masks of no more tokens than there are.
+                replace_static_layers(cache, self.config)
+            else:
                 state_layer(cache, int(module.layer_idx))  # type: ignore[arg-type]
         if generation_config.is_assistant:
             model_kwargs["past_key_values"].activate_past_recording()

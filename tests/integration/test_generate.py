@@ -121,6 +121,16 @@ def test_cache_implementations(family, implementation):
 
 
 @EITHER
+def test_a_static_cache_for_layers_that_run_exactly(family):
+    model = patched("hedgehog", family)
+    batch = padded_batch([*token_ids(2, 7), token_ids(1, 4)[0]], "left")
+    ids, mask = batch["input_ids"], {"attention_mask": batch["attention_mask"]}
+    with hla.exact_attention(model):
+        static = generate(model, ids, **mask, cache_implementation="static", disable_compile=True)
+        assert torch.equal(static, generate(model, ids, **mask))
+
+
+@EITHER
 def test_a_static_cache_for_a_mixture(family):
     """Its exact layers grow as in a dynamic cache, with padding too."""
     model = hla.patch_model(family.build(), {"default": "hedgehog", "0": "softmax"})
