@@ -189,6 +189,17 @@ def _parquet_rows(path: Path) -> Rows:
         raise OSError(f"{str(path)!r} is not a readable Parquet file ({error}).") from error
 
 
+def _classes(path: Path) -> dict[str, Any]:
+    """Return the columns of a Parquet file that `datasets` wrote as classes, with the names of these."""
+    if file_suffix(path) != "parquet":
+        return {}
+    import pyarrow.parquet as parquet
+
+    datasets = import_datasets()
+    features = datasets.Features.from_arrow_schema(parquet.read_schema(io.BytesIO(_read_bytes(path))))
+    return {name: feature for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+
+
 def _document_rows(path: Path, documents: Documents = "auto") -> Rows:
     return enumerate({"text": document} for document in text_documents(path, documents))
 
@@ -410,6 +421,8 @@ def _load_files(files: Mapping[str, Path], documents: Documents, text_columns: S
             splits[split] = datasets.Dataset.from_dict(table)
         except (ValueError, TypeError) as error:  # Arrow's own errors are subclasses of these
             raise ValueError(f"{files[split]}: a column has values of different kinds ({error}).") from error
+        for name, feature in _classes(files[split]).items():
+            splits[split] = splits[split].cast_column(name, feature)
     return splits
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
@@ -227,6 +227,15 @@ def test_validation_rows_of_a_text_are_drawn_from_all_of_it(tmp_path):
     assert {tuple(row) for row in few["input_ids"]} <= set(held_out)
     again = load_task_data("embedding", tokenizer(), replace(data, max_eval_samples=4), 7).validation[""]
     assert few["input_ids"][:] == again["input_ids"][:]
+
+
+def test_names_of_classes_in_a_parquet_file(tmp_path):
+    names = ["spam", "ham"]
+    rows = Dataset.from_dict({"text": [f"text {i}" for i in range(20)], "label": [0, 1] * 10})
+    rows.cast_column("label", ClassLabel(names=names)).to_parquet(tmp_path / "train.parquet")
+    task, splits = load_labelled(DataConfig(dataset=str(tmp_path)))
+    assert task.labels == ("spam", "ham")
+    assert splits["train"].features["label"].names == names
 
 
 def test_splits_that_nothing_is_done_with_may_lack_labels(tmp_path):
