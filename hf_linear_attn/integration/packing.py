@@ -280,6 +280,11 @@ class Group:
         return flat[self.index].transpose(1, 2)
 
 
+def _version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to, or None for tensors of the inference mode, which do not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class Documents:
     """The documents of a batch `[B, S]`, in groups of similar length.
 
@@ -290,7 +295,10 @@ class Documents:
 
     def __init__(self, boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None = None) -> None:
         self.shape = shape
-        self._made_of = [boundaries.clone(), *([] if padding is None else [padding.clone()])]
+        originals = [boundaries] if padding is None else [boundaries, padding]
+        # The last one carries the documents: with a reference to itself it would stay until garbage is collected.
+        self._originals = [*originals[:-1], None]
+        self._values, self._versions = [one.clone() for one in originals], [_version(one) for one in originals]
         device = boundaries.device
         edges: list[int] = boundaries.tolist()
         _check_edges(edges, shape)
@@ -309,10 +317,14 @@ class Documents:
 
     def are_of(self, shape: tuple[int, int], *tensors: Tensor) -> bool:
         """Return whether these are the documents of a batch of this shape, with these boundaries (and padding)."""
-        return self.shape == shape and all(
-            now.device == known.device and torch.equal(now, known)
-            for now, known in zip(tensors, self._made_of, strict=True)
-        )
+        if self.shape != shape or [one.device for one in tensors] != [one.device for one in self._values]:
+            return False
+        is_same = all(one is known for one, known in zip(tensors[:-1], self._originals, strict=False))
+        versions = [_version(one) for one in tensors]
+        # Values are compared only where the tensors do not tell: on a GPU that would wait for it, in each layer.
+        if is_same and None not in versions and versions == self._versions:
+            return True
+        return all(torch.equal(one, known) for one, known in zip(tensors, self._values, strict=True))
 
     def group(self, numbers: Sequence[int]) -> Group:
         """Return some of the documents as one padded batch, in this order."""
