@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .calls import KernelizedCall, WindowedCall
-from .common import Features, KVState, State, compute_dtype, mask_tokens, weighted_mean
+from .common import Features, KVState, State, compute_dtype, mask_tokens, weighted_mean, with_ones
 from .int8 import to_dtype
 from .kernelized import causal
 
@@ -74,6 +74,23 @@ class StoredKeys(NamedTuple):
         if not has_graph:  # then all keys are constant
             del entries["store_constant"]
         return entries
+
+    def rounding(self, call: WindowedCall) -> KVState:
+        """Return what the sums lack for estimates of stored keys to cancel, once these are rounded in the state.
+
+        The sums have taken keys that left the window in the call that brought them as they were. Keys that were rounded
+        before stay as they are, and change nothing.
+        """
+        dtype, is_key = compute_dtype(call.key), (self.error != NEVER).repeat(1, 1, 2)
+        pairs = []
+        for tensor in (self.key, self.value):
+            tensor = tensor.to(dtype)
+            pairs.append(torch.cat([to_dtype(to_dtype(tensor, call.cache_dtype), dtype), tensor], dim=2))
+        key, value = pairs[0], with_ones(pairs[1]) * is_key.unsqueeze(-1)
+        value[:, :, self.key.shape[2] :].neg_()
+        values, log_scale = call.key_features(key, 0)
+        log_scale = None if log_scale is None else log_scale.masked_fill(~is_key, float("-inf"))
+        return KVState.of(Features(values, log_scale), value)
 
     def at(self, tokens: slice) -> "StoredKeys":
         return StoredKeys(*(tensor[:, :, tokens] for tensor in self))

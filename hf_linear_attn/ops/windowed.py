@@ -483,9 +483,11 @@ def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[A
     if query_index is not None:
         values, scale = (take_tokens(x, query_index) for x in (result.values, result.log_scale.unsqueeze(-1)))
         result = Accumulator(mask_tokens(values, call.mask), mask_tokens(scale, call.mask)[..., 0])
-    after = carried.plus(keys.kv_state.at(-blocked.reach if blocked.free else count)).state()
-    entries = store.state(call, after["kv"].requires_grad) if call.store else {}
-    return result, {**after, **ring, **first, **entries}
+    after = carried.plus(keys.kv_state.at(-blocked.reach if blocked.free else count))
+    if call.store and call.cache_dtype is not None:
+        after = after.plus(store.rounding(call))
+    entries = store.state(call, after.total.requires_grad) if call.store else {}
+    return result, {**after.state(), **ring, **first, **entries}
 
 
 def accumulate_bidirectional(call: WindowedCall, *, normalise: bool = False, sinks: Sinks | None = None) -> Accumulator:

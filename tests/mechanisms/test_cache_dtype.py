@@ -284,3 +284,15 @@ def test_the_option_is_saved_and_reported(attention: str, tmp_path: Any) -> None
     assert hla.patch_report(loaded) == hla.patch_report(model)
     assert [module.cache_dtype for module in loaded.modules() if isinstance(module, HeadMixture)] == ["int8"] * 2
     assert LayerConfig.parse(layer).options["cache_dtype"] == "int8"
+
+
+@BACKENDS
+def test_estimates_of_stored_keys_cancel_where_these_were_rounded(backend: str) -> None:
+    """The sums, which took such keys as they were, know of the rounding; a large mixing weight would show it."""
+    query, key, value = qkv(length=60, **SIZES)
+    outputs = []
+    for cache_dtype in ("int8", "auto"):
+        module = build(cache_dtype=cache_dtype, window_size=8, store_size=4, mix_init=5.0)
+        with hla.use_backend(backend):
+            outputs.append(run(module, [2 * query, 2 * key, value], [55, 1, 1, 1, 1, 1])[0][:, :, 55:])
+    assert relative_error(*outputs) < ROUNDING
