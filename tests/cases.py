@@ -23,17 +23,23 @@ def serves(entry: AttentionEntry, causal: bool) -> bool:
     return entry.causal if causal else entry.bidirectional
 
 
-def every_pair(families: Sequence[Family] = FAMILIES, quick: Collection[tuple[str, Family]] | None = None) -> Any:
+def every_pair(
+    families: Sequence[Family] = FAMILIES,
+    quick: Collection[tuple[str, Family]] | None = None,
+    slow: Collection[str] | None = None,
+) -> Any:
     """Parametrize a test over `name, family` for every mechanism and every family that it serves.
 
     quick: the pairs of the quick suite, where a test is expensive; the others are slow. (See `tests/sampling.py`, too.)
+    slow: the mechanisms whose pairs are slow; all others are long.
     """
     cases = []
     for entry in entries():
         for family in families:
             if serves(entry, family.causal):
                 is_quick = quick is None or (entry.name, family) in quick
-                marks = () if is_quick else (pytest.mark.slow,)
+                marker = pytest.mark.slow if slow is None or entry.name in slow else pytest.mark.long
+                marks = () if is_quick else (marker,)
                 cases.append(pytest.param(entry.name, family, id=f"{entry.name}-{family}", marks=marks))
     return pytest.mark.parametrize(("name", "family"), cases)
 

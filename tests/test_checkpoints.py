@@ -24,6 +24,7 @@ from transformers import (
 import hf_linear_attn as hla
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
+from tests.slow_cases import slow
 from tests.small import patched
 from tests.subprocesses import run_python
 from tests.tiny_models import BERT, FAMILIES, GPT2, LLAMA, saved_and_loaded
@@ -58,7 +59,7 @@ def edit_weights(folder, edit):
 # Loading
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16, torch.float64)], ids=str)
 @FAMILY
 def test_dtype(family, dtype, tmp_path):
     model = saved_and_loaded(patched("hedgehog", family), tmp_path / "first", dtype=dtype)
@@ -69,6 +70,7 @@ def test_dtype(family, dtype, tmp_path):
     assert hla.load_pretrained(str(tmp_path / "second"), dtype="auto").dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hedgehog", "favor+"])
 @FAMILY
 def test_device_map_and_shards(name, family, tmp_path):
@@ -82,6 +84,7 @@ def test_device_map_and_shards(name, family, tmp_path):
         assert not any(tensor.is_meta for tensor in layer.state_dict().values())
 
 
+@pytest.mark.slow
 def test_saving_twice_and_loading_twice(checkpoint, tmp_path):
     model, folder = checkpoint
     again = saved_and_loaded(hla.load_pretrained(str(folder)), tmp_path / "again")
@@ -144,6 +147,7 @@ def test_other_ways_of_loading_are_refused_whatever_attention_they_name(load, kw
         load(tmp_path, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_config_read_from_the_checkpoint_is_refused_too(checkpoint):
     config = AutoConfig.from_pretrained(checkpoint[1], num_labels=3)
     with pytest.raises(ValueError, match=REFUSED):
@@ -177,6 +181,7 @@ def test_a_process_that_has_not_used_the_package_refuses_the_checkpoint(first, c
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_version(checkpoint):
     model, folder = checkpoint
     edit_config(folder, fusion_config=None, experts_implementation=None, transformers_weights="This checkpoint runs …")
@@ -218,6 +223,7 @@ def test_the_class_of_a_patched_model_loads_it_again(checkpoint):
         assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "auto_class",
     [AutoModelForSequenceClassification, "AutoModelForSequenceClassification", "BertForSequenceClassification"],
@@ -240,6 +246,7 @@ def test_a_base_checkpoint_into_a_head(tmp_path):
         assert torch.equal(classifier.bert(token_ids())[0], base(token_ids())[0])
 
 
+@pytest.mark.slow
 def test_weights_passed_as_a_state_dict(checkpoint):
     """By keyword and without a folder, as from_pretrained takes them."""
     model, _ = checkpoint
@@ -251,6 +258,7 @@ def test_weights_passed_as_a_state_dict(checkpoint):
         type(model).from_pretrained(None, **arguments)
 
 
+@pytest.mark.slow
 def test_other_sizes_are_a_runtime_error_as_in_transformers(checkpoint):
     """Whoever handles it for plain models need not learn another error; the rest of the package raises ValueErrors."""
     _, folder = checkpoint
@@ -261,6 +269,7 @@ def test_other_sizes_are_a_runtime_error_as_in_transformers(checkpoint):
     assert hla.load_pretrained(folder, num_labels=4, ignore_mismatched_sizes=True).config.num_labels == 4
 
 
+@pytest.mark.slow
 def test_output_loading_info(checkpoint):
     model, info = hla.load_pretrained(str(checkpoint[1]), output_loading_info=True)
     assert hla.is_patched(model)
@@ -331,6 +340,7 @@ def test_weights_that_disagree_with_the_config(checkpoint, edit, message):
         hla.load_pretrained(str(folder))
 
 
+@pytest.mark.slow
 def test_a_config_that_disagrees_with_the_weights(checkpoint):
     _, folder = checkpoint
     saved = json.loads((folder / "config.json").read_text())["linear_attention"]
@@ -340,6 +350,7 @@ def test_a_config_that_disagrees_with_the_weights(checkpoint):
         hla.load_pretrained(str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -370,6 +381,7 @@ def test_a_truncated_weights_file(checkpoint, size):
         hla.load_pretrained(str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("auto_class", "error", "message"),
     [

@@ -87,6 +87,7 @@ def test_a_decoder_continues_from_its_state(checkpoint, architecture, name, form
     assert int(cache.get_seq_length()) == 115
 
 
+@pytest.mark.slow
 def test_onnx_refuses_a_state_in_int8(tmp_path, capsys):
     patched("hedgehog", LLAMA, exact_heads=[1], cache_dtype="int8").save_pretrained(tmp_path / "model")
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "onnx"]) == 1

@@ -37,6 +37,7 @@ def test_importing_the_package_is_light():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_loading_elsewhere_needs_trust_remote_code(folder):
     result = run(
         "import sys, torch\n"

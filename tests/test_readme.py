@@ -18,6 +18,7 @@ import pytest
 import hf_linear_attn as hla
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
+from tests.slow_cases import slow
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -61,6 +62,7 @@ def documents() -> dict[str, list[Block]]:
 
 
 DOCUMENTS = documents()
+README_PARTS = [name for name in DOCUMENTS if name.startswith("README")]
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def _registries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_registries", "capfd")
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", [*README_PARTS, *slow(*(name for name in DOCUMENTS if name not in README_PARTS))])
 def test_python_runs_and_prints_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a document run one after the other; a text block below one is what it prints."""
     monkeypatch.chdir(tmp_path)

@@ -53,6 +53,7 @@ def test_positions_that_begin_behind_those_of_padding():
     assert_close(read(model, stream(), chunk_length=7, positions="restart", period=30), torch.cat(separate, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hedgehog", "window"])
 def test_wrapped_positions_are_tiled_ones(name):
     """A stream of any length equals a table of positions that is repeated as often as needed."""

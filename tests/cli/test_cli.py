@@ -476,6 +476,7 @@ def test_info_of_a_newer_format(gpt2: Path, tmp_path: Path, capsys: pytest.Captu
     assert "pip install -U hf-linear-attn" in error_of(capsys, "info", target)
 
 
+@pytest.mark.slow
 def test_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = BertConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, intermediate_size=16, vocab_size=50)
     BertModel(config).save_pretrained(tmp_path / "bert")

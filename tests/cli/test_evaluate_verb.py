@@ -23,6 +23,7 @@ def test_arguments() -> None:
     assert (config.seeds, config.converted, config.attention) == ((1, 2), ("c",), None)
 
 
+@pytest.mark.slow
 def test_a_complete_run_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(tmp_path / "gpt2", "gpt2")
     (tmp_path / "text.txt").write_text(sample_text(), encoding="utf-8")

@@ -78,6 +78,7 @@ def test_rows_do_not_depend_on_their_batch(name: str, family: measures.Family, s
     check(measures.batches(name, family, size))
 
 
+@pytest.mark.slow
 @sizes(3, 20)
 def test_two_models_in_two_threads(size: int, check: Check) -> None:
     check(measures.threads("hedgehog", "window", size))

@@ -85,6 +85,7 @@ def test_huge_header(tmp_path: Path, observed: Observed) -> None:
     observed(error_message(loading(tmp_path), ValueError, str(tmp_path), "truncated or corrupt"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(group="checkpoint", what="the weights file is missing", expected="an OSError that names the folder")
 def test_no_weights(tmp_path: Path, observed: Observed) -> None:
     (saved(tmp_path) / WEIGHTS).unlink()
@@ -150,6 +151,7 @@ def test_half_config(tmp_path: Path, observed: Observed) -> None:
     observed(error_message(loading(tmp_path), OSError, "config.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     group="checkpoint", what="weights as a pickle instead of safetensors", expected="what it holds is not run"
 )
@@ -161,6 +163,7 @@ def test_pickled_weights(tmp_path: Path, observed: Observed) -> None:
     observed(message)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     group="checkpoint",
     what="the index of the shards names a file outside of the folder",

@@ -81,6 +81,7 @@ def test_phases_do_not_follow_the_rows():
     assert 6 < float(pairs[1].max()) < 6.284
 
 
+@pytest.mark.slow
 def test_a_window_refuses_signed_maps_and_changes_nothing():
     model = GPT2.build()
     before = Snapshot.of(copy.deepcopy(model))

@@ -62,6 +62,7 @@ def test_lengths_of_the_rows(scaling):
     assert same is (scaling == "constant")
 
 
+@pytest.mark.slow
 def test_a_window_takes_positive_kernels_only():
     hla.patch_model(GPT2.build(), "window", feature_map="performer-relu")
     with pytest.raises(ValueError, match="window cannot use 'performer-relu' with these options"):

@@ -49,6 +49,7 @@ def test_every_nth_training_pass_is_followed_by_a_new_draw(name):
     assert not torch.equal(*rows(model))
 
 
+@pytest.mark.slow
 def test_a_draw_by_hand_holds_until_the_next_that_is_due():
     model = patched(3).train()
     draws(model, 1)
@@ -60,6 +61,7 @@ def test_a_draw_by_hand_holds_until_the_next_that_is_due():
     assert not torch.equal(rows(model)[0], by_hand)
 
 
+@pytest.mark.slow
 def test_never_in_eval():
     model = patched(1)
     assert draws(model, 4) == [0, 0, 0]
@@ -75,6 +77,7 @@ def test_draws_follow_from_the_seed_and_the_count():
     assert not torch.equal(rows(first)[0], rows(other)[0])
 
 
+@pytest.mark.slow
 def test_redraws_resume_from_a_saved_model(tmp_path):
     model = patched(2).train()
     draws(model, 3)
@@ -84,6 +87,7 @@ def test_redraws_resume_from_a_saved_model(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(rows(loaded), rows(model), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_counts_once_and_sees_the_same_features(reentrant):
     def gradients(checkpointing):
@@ -102,6 +106,7 @@ def test_gradient_checkpointing_counts_once_and_sees_the_same_features(reentrant
     torch.testing.assert_close(checked, reference)
 
 
+@pytest.mark.slow
 def test_two_passes_before_one_backward():
     """The first graph keeps the rows that it was built with."""
     model = patched(1).train()
@@ -110,6 +115,7 @@ def test_two_passes_before_one_backward():
     assert bool(torch.isfinite(model.transformer.h[0].attn.c_attn.weight.grad).all())
 
 
+@pytest.mark.slow
 def test_a_stream_keeps_its_features():
     model, cache = patched(1).train(), None
     with torch.no_grad():
@@ -118,6 +124,7 @@ def test_a_stream_keeps_its_features():
     assert int(maps(model)[0].passes) == 1
 
 
+@pytest.mark.slow
 def test_redraw_by_hand_equals_a_patch_with_that_seed():
     model = hla.patch_model(LLAMA.build(), "favor+", num_features=16).half()
     for phi in maps(model):
@@ -127,6 +134,7 @@ def test_redraw_by_hand_equals_a_patch_with_that_seed():
     assert all(torch.equal(a, b) for a, b in zip(rows(model), rows(other), strict=True))
 
 
+@pytest.mark.slow
 def test_observed_passes_are_exact_and_not_counted():
     model = patched(1).train()
     with hla.exact_attention(model):
@@ -142,6 +150,7 @@ def test_compiled_training_is_refused_with_the_remedy():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_full_mask_counts_too():
     model = patched(1).train()
     full = torch.ones(2, 1, 21, 21, dtype=torch.bool).tril()
@@ -162,5 +171,6 @@ def test_bad_options(options, message):
         FavorPlusOptions(**options)
 
 
+@pytest.mark.slow
 def test_without_redraws_there_is_no_counter():
     assert not hasattr(maps(hla.patch_model(GPT2.build(), "favor+"))[0], "passes")

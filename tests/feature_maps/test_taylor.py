@@ -55,6 +55,7 @@ def test_projection_starts_near_the_inner_product():
     assert not list(build().parameters())
 
 
+@pytest.mark.slow
 def test_projection_learns_in_transfer():
     model = hla.patch_model(BERT.build(), "taylor", projection_dim=5)
     batches = [{"input_ids": token_ids(4, 20, seed=seed)} for seed in range(3)]

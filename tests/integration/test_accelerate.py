@@ -142,6 +142,7 @@ def test_loaded_with_a_device_map(name, tmp_path):
         assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_patched_without_memory_and_filled_from_a_checkpoint(name, tmp_path):
     model = patched(name, LLAMA)

@@ -69,18 +69,21 @@ def test_boundaries_that_do_not_fit_are_refused(edges, message):
         logits(patched("hedgehog", BERT), **inputs)
 
 
+@pytest.mark.slow
 def test_a_document_over_two_rows_is_refused():
     inputs = {"position_ids": torch.arange(6).expand(2, -1), "cu_seq_lens_q": torch.tensor([0, 4, 12])}
     with pytest.raises(ValueError, match=r"lies over two rows of the batch \(at token 6 of 2 x 6\)"):
         logits(patched("hedgehog", LLAMA), token_ids(2, 6), **inputs)
 
 
+@pytest.mark.slow
 @EACH_FAMILY
 def test_boundaries_without_positions_are_refused(family):
     with pytest.raises(ValueError, match="needs position_ids that begin again"):
         logits(patched("hedgehog", family), token_ids(1, 6), cu_seq_lens_q=torch.tensor([0, 4, 6]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_model_that_keeps_boundaries_from_its_layers(masked):
     """As StableLM's layers do: the mask carries them too. What hands on neither is refused."""
@@ -133,6 +136,7 @@ def test_a_compiled_model_that_keeps_boundaries_from_its_layers():
             torch.compile(model, backend="eager", fullgraph=True)(input_ids=ids, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["jamba", "lfm2_moe", "minimax"])
 def test_mixers_without_boundaries_are_refused(model_type):
     """State-space layers and convolutions would carry one document into the next."""
@@ -143,6 +147,7 @@ def test_mixers_without_boundaries_are_refused(model_type):
     assert bool(torch.isfinite(model(input_ids=ids)[0]).all())
 
 
+@pytest.mark.slow
 def test_position_ids_may_be_positional_arguments():
     model, inputs = patched("hedgehog", BERT), packed()
     with torch.no_grad():
@@ -151,6 +156,7 @@ def test_position_ids_may_be_positional_arguments():
     assert torch.equal(by_position, by_name)
 
 
+@pytest.mark.slow
 @EACH_FAMILY
 def test_unpatching_takes_the_hooks_off(family):
     model = hla.unpatch_model(patched("hedgehog", family))
@@ -162,6 +168,7 @@ def test_unpatching_takes_the_hooks_off(family):
 # Caches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, [1]], ids=["linear", "mixture"])
 @pytest.mark.parametrize("family", DECODERS, ids=str)
 def test_a_packed_prompt_cannot_be_continued(family, layers):
@@ -175,6 +182,7 @@ def test_a_packed_prompt_cannot_be_continued(family, layers):
         assert_close(logits(model, token_ids(), past_key_values=cache), logits(model, token_ids()))
 
 
+@pytest.mark.slow
 def test_packed_documents_cannot_go_on_from_a_cache():
     model, cache = patched("hedgehog", LLAMA), DynamicCache()
     logits(model, token_ids(1, 5), past_key_values=cache)
@@ -182,6 +190,7 @@ def test_packed_documents_cannot_go_on_from_a_cache():
         logits(model, **as_ids(packed()), past_key_values=cache)
 
 
+@pytest.mark.slow
 def test_positions_that_wrap_go_on_from_a_cache():
     """Only runs that all begin alike are documents: a stream may count its positions anew."""
     model, ids = patched("hedgehog", LLAMA), token_ids(1, 8)

@@ -89,6 +89,7 @@ def test_cross_attention_sees_what_it_saw_before():
     assert not any("linear_attention" in name for name, _ in cross.named_modules())
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_may_have_different_mechanisms(tmp_path):
     plan = {"model.encoder.*": options("linformer"), "model.decoder.*": options("hedgehog"), "-1": "softmax"}
     model = randomize_learned(hla.patch_model(bart(), plan))
@@ -97,6 +98,7 @@ def test_encoder_and_decoder_may_have_different_mechanisms(tmp_path):
     assert torch.equal(outputs(saved_and_loaded(model, tmp_path)), outputs(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [8, 15])
 def test_fidelity_is_that_of_the_decoder_over_its_real_tokens(length):
     """Whatever is padding in the encoder, of another length or of the same."""

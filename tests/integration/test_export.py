@@ -22,6 +22,9 @@ SMALL_GPT2 = Family("gpt2", True, (), num_layers=1)
 #: Mechanisms whose causal form loops over chunks of a state that has no other form.
 FIXED_LENGTH = ("efficient", "gated-delta", "linformer-causal", "luna")
 
+#: Mechanisms of every kind: feature maps, windows, slots, gates, landmarks, and one that is refused.
+KINDS = ("elu", "favor+", "window", "linformer", "gla", "nystrom", "luna")
+
 SHAPES = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=2, max=96)}
 
 
@@ -39,7 +42,7 @@ def exported(model, inputs):
         return torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, SHAPES))
 
 
-@every_pair((SMALL_BERT, SMALL_GPT2), quick=[("hedgehog", SMALL_BERT), ("favor+", SMALL_GPT2)])
+@every_pair((SMALL_BERT, SMALL_GPT2), quick=[("hedgehog", SMALL_BERT)], slow=KINDS)
 def test_one_graph_serves_every_batch_and_length_or_is_refused(name, family):
     if not family.causal or name not in FIXED_LENGTH:
         check_free_sizes(name, family)

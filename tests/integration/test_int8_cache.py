@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @EITHER
 def test_generation_is_that_without_a_cache(family: Family, settings: dict[str, Any]) -> None:
@@ -57,6 +58,7 @@ def test_generation_is_that_without_a_cache(family: Family, settings: dict[str, 
     assert not torch.equal(generate(model, ids), generate(model, ids.flip(1)))
 
 
+@pytest.mark.slow
 @EITHER
 def test_generation_in_pieces_with_an_assistant_and_with_padding(family: Family) -> None:
     model, ids = on_the_grid(build(family)), token_ids(1, 17)
@@ -136,6 +138,7 @@ def test_streams_and_unpatching(family: Family) -> None:
     assert torch.equal(logits(hla.unpatch_model(model), ids), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_reported_bytes_are_those_of_the_cache(dtype: torch.dtype) -> None:
     length = 40
@@ -151,6 +154,7 @@ def test_the_reported_bytes_are_those_of_the_cache(dtype: torch.dtype) -> None:
     assert cache_bytes(cache) == sum(stored.values())
 
 
+@pytest.mark.slow
 def test_other_caches() -> None:
     """Static layers give way to ours, and exact layers of a mixture refuse them, as without int8."""
     model, ids = on_the_grid(build(LLAMA)), token_ids(2, 9)
@@ -161,6 +165,7 @@ def test_other_caches() -> None:
     assert torch.equal(generate(model, ids, past_key_values=DynamicCache(config=model.config)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the other backends are packages of their own"
 )

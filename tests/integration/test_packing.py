@@ -225,6 +225,7 @@ def test_gradient_checkpointing(family, reentrant):
             assert_close(param.grad, expected[name], factor=GRADIENT_FACTOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kwargs", [False, True])
 @EACH_FAMILY
 def test_trainer_with_flattened_batches(family, kwargs, tmp_path):

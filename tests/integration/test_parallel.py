@@ -33,6 +33,7 @@ def run(command: list[str], processes: int, folder: Path) -> None:
     assert not any(codes), "\n".join(path.read_text()[-3000:] for path in errors)
 
 
+@pytest.mark.slow
 def test_slices_of_a_sequence_in_two_processes(tmp_path: Path) -> None:
     run(["-m", WORKER, "quick", str(tmp_path)], 2, tmp_path)
 

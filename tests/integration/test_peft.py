@@ -35,6 +35,7 @@ def adapted(model, family, **changes) -> PeftModel:
     return made.eval()
 
 
+@pytest.mark.slow
 @every_case
 def test_disabling_the_adapter_brings_the_patched_model_back(name, family):
     model = patched(name, family)
@@ -94,6 +95,7 @@ def exact_checkpoint(tmp_path):
     return str(tmp_path / "exact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [AutoPeftModelForCausalLM, AutoModelForCausalLM], ids=lambda cls: cls.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_does_not_name_the_exact_checkpoint_as_its_base(load, exact_checkpoint, tmp_path):
@@ -116,6 +118,7 @@ def test_an_adapter_of_a_base_without_a_checkpoint_says_what_is_missing(load, tm
         load.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_of_a_patched_checkpoint_needs_trust(tmp_path):
     patched("hedgehog", LLAMA).save_pretrained(tmp_path / "base")
@@ -132,6 +135,7 @@ def test_unpatching_restores_the_name_of_the_checkpoint(exact_checkpoint):
     assert vars(model)["name_or_path"] == exact_checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hedgehog", "gla", "favor+"])
 def test_generation_with_an_adapter_equals_that_without_a_cache(name):
     made = adapted(patched(name, LLAMA), LLAMA)
@@ -140,6 +144,7 @@ def test_generation_with_an_adapter_equals_that_without_a_cache(name):
     assert torch.equal(cached, made.generate(input_ids=token_ids(), use_cache=False, **settings))
 
 
+@pytest.mark.slow
 def test_two_adapters_on_one_model_do_not_mix():
     made = adapted(patched("hedgehog", LLAMA), LLAMA)
     first = logits(made, token_ids())
@@ -186,6 +191,7 @@ def test_prefix_tuning_is_refused_in_every_mode(family, padded):
             assert bool(torch.isfinite(logits(model, ids)).all())
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_with_an_adapter_gives_the_same_gradients():
     made = adapted(patched("hedgehog", LLAMA), LLAMA).train()
     trained = [p for p in made.parameters() if p.requires_grad]

@@ -235,6 +235,7 @@ def test_padding_changes_nothing_at_long_lengths(family, name):
         assert_close(both[row, :length], outputs(model, prompt[row : row + 1, :length])[0], factor=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "hedgehog", "window", "linformer-causal"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_generation_continues_past_the_old_limit(family, name):
@@ -302,6 +303,7 @@ def test_no_random_numbers_are_drawn():
 # Together with patching
 
 
+@pytest.mark.slow
 def test_extending_a_patched_model_lasts():
     model = hla.patch_model(build("bert"), "hedgehog", max_length=60)
     hla.extend_positions(model, LONG)
@@ -333,6 +335,7 @@ def test_other_models_are_not_touched():
     assert position_limit(student) == LONG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linformer", "cosformer"])
 def test_mechanisms_for_a_largest_length_get_it(name):
     for prompt in (name, {"default": name, "0": "hedgehog"}):
@@ -364,6 +367,7 @@ def test_the_present_length_is_nothing_to_do():
 # Models of several parts
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_of_different_lengths():
     configs = (tiny_config("bert", max_position_embeddings=30), tiny_config("bert", max_position_embeddings=80))
     model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*configs)).eval()

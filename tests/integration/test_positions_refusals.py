@@ -104,6 +104,7 @@ def test_models_without_a_table_that_can_grow(make, message):
     assert model.config.to_dict() == config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ViTModel, DeiTModel])
 def test_the_remedy_for_image_patches(make):
     config = {**GRID, "image_size": 16, "patch_size": 4}

@@ -100,6 +100,7 @@ def test_quantized_then_patched_saved_and_unpatched(kind, family, tmp_path):
     assert torch.equal(logits(hla.unpatch_model(model), token_ids()), before)
 
 
+@pytest.mark.slow
 @EVERY_FAMILY
 @WHILE_LOADED
 def test_a_patched_checkpoint_is_quantized_while_it_is_loaded(kind, family, tmp_path):

@@ -21,6 +21,7 @@ from tests.small import patched
 from tests.tiny_models import LLAMA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["1", "3"])
 def test_layers_that_share_keys_and_values(layer):
     config = AutoConfig.for_model(
@@ -62,6 +63,7 @@ def layer():
     return next(attention_modules(patched("hedgehog", LLAMA)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_arguments_that_change_the_weights(name):
     """Some architecture may pass them; without a refusal its outputs would be silently different."""
@@ -72,6 +74,7 @@ def test_arguments_that_change_the_weights(name):
         linear_attention_forward(module, q, k, v, None, **{name: torch.ones(1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"heads": 2}, {"groups": 4}, {"dim": 4}], ids=str)
 def test_other_sizes_than_it_was_built_for(sizes):
     q, k, v = qkv(5, **{"dim": 8, "value_dim": 8, **sizes})
@@ -79,6 +82,7 @@ def test_other_sizes_than_it_was_built_for(sizes):
         linear_attention_forward(layer(), q, k, v, None)
 
 
+@pytest.mark.slow
 def test_packed_documents_beside_another_sequence():
     q, k, v = qkv(7, dim=8, value_dim=8)
     with pytest.raises(NotImplementedError, match=r"another sequence of 7 tokens.*Pass padded rows"):
@@ -99,6 +103,7 @@ def test_eager_attention_of_a_file_that_has_none():
         eager_function(nn.Linear(1, 1))
 
 
+@pytest.mark.slow
 def test_sizes_that_a_layer_does_not_tell():
     module = next(attention_modules(patched("hedgehog", LLAMA)))
     module.config = None
@@ -109,6 +114,7 @@ def test_sizes_that_a_layer_does_not_tell():
         attention_shape(AttentionLayer("attention", module, False, "full", "", True), 0, None)
 
 
+@pytest.mark.slow
 def test_an_index_of_weights_that_is_none(tmp_path):
     model = patched("hedgehog", LLAMA)
     model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -133,6 +139,7 @@ def test_keys_beyond_a_padding_mask_are_padding():
     assert full.tolist() == [[True] * 5 + [False] * 2] * 2
 
 
+@pytest.mark.slow
 def test_the_implementation_that_runs_already_may_be_set_again():
     model = patched("hedgehog", LLAMA)
     expected = logits(model, token_ids())

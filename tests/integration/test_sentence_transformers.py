@@ -50,6 +50,7 @@ def test_encodes_the_same_after_saving_and_loading(encoder, name, tmp_path):
     assert np.array_equal(again.encode(SENTENCES), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hedgehog", "favor+"])
 def test_a_sentence_does_not_depend_on_its_batch(encoder, name):
     together = patch(encoder, name).encode(SENTENCES)
@@ -57,6 +58,7 @@ def test_a_sentence_does_not_depend_on_its_batch(encoder, name):
     assert np.allclose(single, together, rtol=0, atol=1e-5 * np.abs(together).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kwargs", [{}, {"attn_implementation": "sdpa"}], ids=str)
 def test_loading_without_trust_does_not_run_softmax_instead(kwargs, encoder, tmp_path):
     patch(encoder, "hedgehog").save_pretrained(str(tmp_path / "saved"))
@@ -64,6 +66,7 @@ def test_loading_without_trust_does_not_run_softmax_instead(kwargs, encoder, tmp
         sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu", model_kwargs=kwargs)
 
 
+@pytest.mark.slow
 def test_the_card_of_the_exact_model_does_not_stay(encoder, tmp_path):
     exact = (
         "---\nlicense: mit\ntags:\n- sentences\n---\n\n# Exact\n\n    model = SentenceTransformer('someone/exact')\n"
@@ -79,6 +82,7 @@ def test_the_card_of_the_exact_model_does_not_stay(encoder, tmp_path):
     assert "trust_remote_code=True)" in card
 
 
+@pytest.mark.slow
 def test_longer_positions_come_with_the_line_that_uses_them(encoder, caplog):
     limit = encoder[0].auto_model.config.max_position_embeddings
     hla.patch_model(encoder[0].auto_model, "hedgehog", max_length=4 * limit)

@@ -49,6 +49,7 @@ def test_a_model_of_a_server_is_not_patched(server):
     assert not hla.is_patched(model)
 
 
+@pytest.mark.slow
 def test_a_server_does_not_load_a_patched_checkpoint(server, tmp_path):
     patched("hedgehog", LLAMA).save_pretrained(tmp_path)
     with pytest.raises(NotImplementedError, match="belongs to a server"):

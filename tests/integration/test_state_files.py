@@ -138,6 +138,7 @@ def test_files_that_are_no_states_are_refused(saved):
         hla.load_state(model, path.with_name("missing"))
 
 
+@pytest.mark.slow
 def test_caches_that_cannot_be_saved(saved, tmp_path):
     model, path = saved
     before = path.read_bytes()

@@ -39,6 +39,7 @@ def test_one_token_too_many_is_refused_and_max_length_is_the_remedy(architecture
     assert logits(build(architecture, max_length=limit + 1), ids).shape[:2] == ids.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["roberta", "opt"])
 def test_padding_takes_no_positions(architecture):
     """The unpatched model takes such rows, too, and real tokens have the same outputs as without the padding."""
@@ -66,6 +67,7 @@ def test_tokens_of_a_cache_count(architecture):
         model.generate(token_ids(2, 35), max_new_tokens=8, min_new_tokens=8, do_sample=False)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_explicit_positions_may_begin_again():
     model, positions = build("gpt2"), torch.arange(60)[None] % 40

@@ -58,6 +58,7 @@ def test_supervised_fine_tuning(model, packing, tmp_path):
     assert_trains(trainer, tmp_path)
 
 
+@pytest.mark.slow
 def test_packed_documents_match_unpacked_ones(model, tmp_path):
     arguments = trl.SFTConfig(**settings(tmp_path, packing=True, max_length=40))
     trainer = trl.SFTTrainer(model, arguments, train_dataset=TEXTS, processing_class=TOKENIZER)

@@ -26,8 +26,7 @@ def compiled_logits(model, backend, ids, **inputs):
         return compiled(ids, **inputs).logits
 
 
-@pytest.mark.slow
-@every_pair((BERT, GPT2), quick=[("hedgehog", BERT), ("window", GPT2)])
+@every_pair((BERT, GPT2), quick=[], slow=("hedgehog", "favor+", "window", "linformer", "gla", "nystrom", "luna", "rfa"))
 def test_a_padded_batch_compiles_without_graph_breaks(name, family):
     model = patched(name, family)
     batch = padded_batch([token_ids(1, 13)[0], token_ids(1, 6)[0]], "right")

@@ -20,6 +20,7 @@ def continuation(model: Any, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_continuations_are_compared_token_by_token() -> None:
     torch.manual_seed(0)
     exact = tiny_model("llama", eos_token_id=None, initializer_range=0.3).eval()

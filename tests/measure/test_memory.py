@@ -49,6 +49,7 @@ def test_exact_attention_counts_as_in_its_eager_form(family: Family, backward: b
     assert counter.get_total_flops() < fused
 
 
+@pytest.mark.slow
 def test_linear_attention_counts_whatever_kernel_runs() -> None:
     model = GPT2.build()
     linear, free = hla.patch_model(shared_copy(model), "elu"), without_attention(model)

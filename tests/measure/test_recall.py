@@ -212,6 +212,7 @@ def test_the_document_of_a_sentence_is_retrieved() -> None:
     assert set(table["task"]) == {"retrieval"}
 
 
+@pytest.mark.slow
 def test_models_of_transformers() -> None:
     torch.manual_seed(0)
     decoder = hla.patch_model(tiny_model("gpt2"), "elu")

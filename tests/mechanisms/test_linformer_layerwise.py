@@ -48,6 +48,7 @@ def test_one_projection_serves_keys_and_values_of_all_layers(model: PreTrainedMo
     assert torch.equal(logits(model, ids), logits(untied, ids))
 
 
+@pytest.mark.slow
 def test_other_options_are_another_projection() -> None:
     plan = {
         "default": {"attention": "linformer", **OPTIONS},
@@ -77,6 +78,7 @@ def test_saved_once_and_tied_again(model: PreTrainedModel, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.slow
 def test_ties_outlast_copies_casts_and_retying(model: PreTrainedModel) -> None:
     copied = copy.deepcopy(model)
     assert shared(copied)
@@ -88,6 +90,7 @@ def test_ties_outlast_copies_casts_and_retying(model: PreTrainedModel) -> None:
     assert shared(model)
 
 
+@pytest.mark.slow
 def test_trained_once(model: PreTrainedModel) -> None:
     ids = token_ids()
     done = transfer_attention(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}], steps=12, lr=1e-2)
@@ -103,6 +106,7 @@ def test_unpatched_without_a_trace(model: PreTrainedModel) -> None:
     assert shared(hla.patch_model(model, "linformer", **OPTIONS))
 
 
+@pytest.mark.slow
 def test_nothing_to_share_where_nothing_is_learned() -> None:
     model = hla.patch_model(BERT.build(), "linformer", **OPTIONS, projection="mean-pool")
     assert hla.patch_report(model).parameters == 0
@@ -124,6 +128,7 @@ def test_peft_trains_untied_copies_and_brings_them_back(model: PreTrainedModel, 
     assert torch.allclose(logits(again, ids), logits(adapted, ids), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_of_random_projections_are_untrained() -> None:
     """Calibration may fit what nothing has trained, and only that: each layer is built anew to compare with."""
     model = hla.patch_model(tiny_model("bert"), "linformer", init="gaussian", **OPTIONS)

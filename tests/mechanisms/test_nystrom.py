@@ -161,6 +161,7 @@ def test_the_pseudo_inverse_converges_at_third_order():
     assert all(after <= (3 * before**3 + before**4) / 4 + 1e-9 for before, after in pairs)
 
 
+@pytest.mark.slow
 def test_the_convolution_is_off_and_starts_at_zero():
     model = hla.patch_model(BERT.build(), "nystrom", num_landmarks=5)
     assert hla.patch_report(model).parameters == 0
@@ -170,6 +171,7 @@ def test_the_convolution_is_off_and_starts_at_zero():
     assert torch.equal(model(token_ids()).logits, expected)
 
 
+@pytest.mark.slow
 def test_save_and_load_with_the_convolution(tmp_path):
     model = hla.patch_model(BERT.build(), "nystrom", num_landmarks=5, conv_kernel=3)
     for name, parameter in model.named_parameters():

@@ -155,6 +155,7 @@ def test_with_everything_in_one_bucket_it_is_exact_attention(causal, monkeypatch
     assert_close(run(layer, (q, k, v), causal)[0], exact, torch.float64)
 
 
+@pytest.mark.slow
 @both
 def test_the_estimate_is_unbiased(causal):
     q, k, v = (tensor.detach() for tensor in doubles(12, batch=1))
@@ -175,6 +176,7 @@ def test_the_estimate_is_unbiased(causal):
     assert float((error.abs() > 4).double().mean()) < 0.01  # 4 standard errors: one in 16,000 if normal
 
 
+@pytest.mark.slow
 @both
 def test_buckets_and_band_lower_the_error_of_the_estimate(causal):
     tensors = [tensor.detach() for tensor in doubles(60)]

@@ -11,6 +11,7 @@ from tests.comparing import assert_close, relative_error
 from tests.inputs import qkv
 from tests.ops.test_kernelized import SCALING, fast, full_features
 from tests.reference import naive
+from tests.slow_cases import long
 from tests.small import feature_map, mechanism
 
 
@@ -38,7 +39,7 @@ def test_accumulation_over_16k_tokens_does_not_drift(name, causal):
 
 @pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *long(torch.float32)], ids=["bf16", "fp32"])
 @every_mechanism(causal=True)
 def test_two_thousand_steps_equal_the_full_forward(name, dtype):
     module = mechanism(name, True, heads=2, groups=1)

@@ -65,6 +65,7 @@ def load_copy(model: Any) -> Any:
     return copy
 
 
+@pytest.mark.slow
 def test_answer_gains_are_the_derivative_of_the_loss(decoder: Any) -> None:
     model, maker = decoder
     gated = gated_heads(model, WINDOW)

@@ -81,6 +81,7 @@ def test_save_and_load(family, tmp_path: Path):
     assert torch.equal(logits(hla.load_pretrained(str(tmp_path)), ids), logits(model, ids))
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_whole():
     model, ids = patched("helix", LLAMA), token_ids()[:1]
     pieces = [piece.output.logits for piece in read_stream(model, ids[0].tolist(), chunk_length=5)]

@@ -112,6 +112,7 @@ def recipe_arguments(folder: Path) -> list[str]:
     return [*files, *small.split(), "--exact_share=0.3", "--search_length=128"]
 
 
+@pytest.mark.slow
 def test_all_variants_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, out = recipe_arguments(tmp_path), tmp_path / "out"
     assert main(arguments) == 0, capsys.readouterr().err

@@ -23,6 +23,7 @@ def small_inputs(length: int, dtype: str = "float32") -> Inputs:
     return Inputs.make(1, 2, length, 8, dtype, "cpu", 0)
 
 
+@pytest.mark.slow
 def test_attention_by_itself(tmp_path: Path) -> None:
     options = {**QUICK, "attention": ("elu", "linformer"), "lengths": (16, 24), "peers": False}
     rows = rows_of("attention", tmp_path / "out", **options)

@@ -139,6 +139,7 @@ def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Ev
     assert layer == pytest.approx(fidelity.layers[1].output_error, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
     torch.manual_seed(0)
     model = tiny_model("bert").train()
@@ -167,6 +168,7 @@ def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
         evaluate(model, documents, tokenizer=tiny_tokenizer(), device="meta")
 
 
+@pytest.mark.slow
 def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) -> None:
     text = str(folder / "text.txt")
     options = {"attention": ["elu"]}
@@ -209,6 +211,7 @@ def test_an_appended_run_measures_only_what_is_missing(folder: Path, tmp_path: P
     assert single.labels == ["exact", "efficient", "without attention"]  # the report shows what the run was asked for
 
 
+@pytest.mark.slow
 def test_what_a_value_depends_on_is_in_its_conditions(folder: Path, tmp_path: Path) -> None:
     """The pairs of STS-B are cut to the sequence length, and a calibration reads rows in the order of the seed."""
     for name in ("sts-train.csv", "sts-dev.csv"):
@@ -231,6 +234,7 @@ def test_what_a_value_depends_on_is_in_its_conditions(folder: Path, tmp_path: Pa
     assert conditions(sequence_length=16)[0] != first[0]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -263,6 +263,7 @@ def test_a_choice_that_other_data_do_not_confirm(search: Any) -> None:
     assert "is not confirmed" in result.summary()[0]
 
 
+@pytest.mark.slow
 def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
     result = search("1000 nats", {**LOSSES, "none": 0.9})
     assert (result.informative, result.met) == (False, False)

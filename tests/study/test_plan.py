@@ -119,6 +119,7 @@ def test_files(finished: tuple[Path, PlanResult], folder: Path) -> None:
     assert set(result.curve[1].speedup) == {"32"}
 
 
+@pytest.mark.slow
 def test_plan_and_checkpoint_are_the_measured_model(finished: tuple[Path, PlanResult], folder: Path) -> None:
     from safetensors.torch import load_file
 
@@ -353,6 +354,7 @@ def test_bad_input_is_refused_before_anything_is_measured(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_models_that_are_not_supported(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="cannot be loaded"):
         run(folder, "nothing", tmp_path)

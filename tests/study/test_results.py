@@ -114,6 +114,7 @@ def test_a_correlation_that_is_lost_is_not_better_than_exact(score: float, expec
     assert result.mean_share("elu") == pytest.approx(score / 0.5)
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint_is_compared_with_an_equally_trained_model() -> None:
     values = {"exact": 0.70, CONTROL: 0.84, CONVERTED: 0.80, "without attention": 0.50}
     result = evaluation(ACCURACY, values)
@@ -165,6 +166,7 @@ def test_it_prints_as_a_short_table() -> None:
     assert "+10.0%" in lines[3]
 
 
+@pytest.mark.slow
 def test_a_speed_that_varies_more_than_it_differs_is_not_stated() -> None:
     result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 10.0, "without attention": 20.0}, spread=(0.8, 2.5))
     assert result.summary()["forward at 512"]["elu"] == "not measurable"

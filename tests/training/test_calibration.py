@@ -18,6 +18,7 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training import calibration
+from tests.slow_cases import slow_rows
 from tests.tiny_models import BERT, LLAMA, MAX_LENGTH, VOCABULARY, Family
 
 WINDOW, SINKS, LENGTH = 5, 2, 40
@@ -72,7 +73,7 @@ def implied_shares(model: Any, far: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "causal", "feature_map"),
-    [(LLAMA, True, "vq"), (BERT, False, "vq"), (BERT, False, "hedgehog")],
+    [(LLAMA, True, "vq"), *slow_rows((BERT, False, "vq"), (BERT, False, "hedgehog"))],
     ids=["llama-vq", "bert-vq", "bert-hedgehog"],
 )
 def test_attention_outside_of_the_window_is_that_of_the_exact_model(
@@ -203,6 +204,7 @@ def test_codes_get_the_attention_of_their_keys() -> None:
         assert torch.allclose(implied, exact, rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_short_rows_stand_at_positions_up_to_the_longest_input() -> None:
     model = hla.patch_model(sharp(LLAMA), "window", window_size=WINDOW)
     seen: list[Tensor] = []

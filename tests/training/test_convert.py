@@ -96,6 +96,7 @@ def test_a_finished_run_leaves_models_and_reports(converted: tuple[Path, dict[st
     assert not [path for pattern in ("*.part", "*.old") for path in out.rglob(pattern)]
 
 
+@pytest.mark.slow
 def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: Path) -> None:
     results = convert(
         convert_config(
@@ -140,6 +141,7 @@ def test_the_control_stands_beside_the_conversion(folder: Path, tmp_path: Path) 
         assert "| after distillation | " in text
 
 
+@pytest.mark.slow
 def test_data_that_cannot_measure_attention(folder: Path, tmp_path: Path) -> None:
     """A decoder that was not trained is no better with its attention than without it."""
     screen = io.StringIO()
@@ -152,6 +154,7 @@ def test_data_that_cannot_measure_attention(folder: Path, tmp_path: Path) -> Non
         assert "better than the teacher" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "task", "attention"),
     [("tuned", "classification", "hedgehog"), ("decoder", "causal-lm", "elu"), ("encoder", "masked-lm", "hedgehog")],
@@ -180,6 +183,7 @@ def test_the_snippet_of_the_card_runs(
     assert "{'" in printed.getvalue()
 
 
+@pytest.mark.slow
 def test_fine_tuned_models_need_no_teacher_stage(
     converted: tuple[Path, dict[str, Any], str], folder: Path, tmp_path: Path
 ) -> None:
@@ -191,6 +195,7 @@ def test_fine_tuned_models_need_no_teacher_stage(
     assert not (tmp_path / "out" / "teacher").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["elu", "linformer", "window"])
 def test_other_mechanisms(attention: str, folder: Path, tmp_path: Path) -> None:
     changes = {"attention": attention, "teacher__max_steps": None, "distill__max_steps": 2, "transfer__max_steps": 2}

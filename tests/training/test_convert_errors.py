@@ -58,6 +58,7 @@ def test_bad_options_are_errors_before_training(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_run_that_was_refused_can_be_used(folder: Path, tmp_path: Path) -> None:
     paths = (folder / "encoder", folder / "task", tmp_path / "out")
     with pytest.raises(ValueError, match="hedgehogs"):
@@ -66,6 +67,7 @@ def test_a_folder_of_a_run_that_was_refused_can_be_used(folder: Path, tmp_path: 
     assert convert(convert_config(*paths, **steps), console=quiet())["stages"]["distilled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -48,6 +48,7 @@ def test_a_signal_in_any_stage_says_what_is_stored(
     assert (tmp_path / "out" / "model" / "README.md").is_file()
 
 
+@pytest.mark.slow
 def test_a_long_stage_says_so_every_minute(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study_stages, "PROGRESS_SECONDS", 0.1)
     original = stages._speed
@@ -80,6 +81,7 @@ def test_bf16_without_a_gpu_needs_no_further_option(
     assert ("bf16: this processor has no AVX-512" in screen.getvalue()) == is_slow
 
 
+@pytest.mark.slow
 def test_runs_of_one_process_may_differ_in_precision(folder: Path, tmp_path: Path) -> None:
     """accelerate remembers the precision of the first one; no state of the process is reset here."""
     steps = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1, "device": "auto"}

@@ -20,6 +20,7 @@ from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "options", "message"),
     [
@@ -53,6 +54,7 @@ def test_data_that_train_little_of_the_mechanism(
         assert "attended to exactly" not in card
 
 
+@pytest.mark.slow
 def test_inputs_that_all_fit_into_the_window_are_not_transferred(folder: Path, tmp_path: Path) -> None:
     screen = io.StringIO()
     paths = (folder / "encoder", folder / "task", tmp_path / "out")
@@ -83,6 +85,7 @@ def test_a_transfer_that_harms_is_taken_back(folder: Path, tmp_path: Path, monke
     assert "| as saved, without what harmed |" in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -108,6 +111,7 @@ def test_a_distillation_that_harms_is_taken_back(options: dict[str, Any], folder
         assert torch.equal(saved.get_parameter(name), parameter)
 
 
+@pytest.mark.slow
 def test_transfer_draws_the_inputs_beyond_the_window(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +137,7 @@ def test_transfer_draws_the_inputs_beyond_the_window(
     assert min(lengths) > exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_transfer_on_a_few_inputs(count: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "exact_length", lambda model: 5)

@@ -30,6 +30,7 @@ def default_losses(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     return distilled_losses(folder / "tuned", folder, tmp_path_factory.mktemp("default") / "out")
 
 
+@pytest.mark.slow
 def test_adapters_train_and_are_merged(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(
@@ -80,6 +81,7 @@ def test_memory_options(changes: dict[str, Any], folder: Path, tmp_path: Path, d
     assert losses == pytest.approx(default_losses, rel=0.05)
 
 
+@pytest.mark.slow
 def test_dropout_can_be_switched_off(folder: Path, tmp_path: Path, default_losses: list[float]) -> None:
     assert DistillConfig().disable_dropout
     losses = distilled_losses(folder / "tuned", folder, tmp_path / "out", distill__disable_dropout=True)

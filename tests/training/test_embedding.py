@@ -75,6 +75,7 @@ def test_a_sentence_encoder_comes_nearer_to_its_exact_embeddings(folder: Path, t
     assert torch.allclose(torch.tensor(encoder.encode(SENTENCES)), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_weights(folder: Path, tmp_path: Path) -> None:
     results = convert(config_of(folder, tmp_path / "out"), console=quiet())
     again = convert(config_of(folder, tmp_path / "out", resume=True), console=quiet())

@@ -20,6 +20,7 @@ from ..tiny_models import VOCABULARY, tiny_model
 from ..tiny_text import tiny_tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_scores_are_the_weights_of_eager_attention(architecture: str) -> None:
     torch.manual_seed(0)

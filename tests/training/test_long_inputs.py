@@ -61,6 +61,7 @@ def test_teacher_and_student_take_long_inputs(folder: Path, tmp_path: Path, atte
     assert position_limit(hla.unpatch_model(student)) == LONG
 
 
+@pytest.mark.slow
 def test_the_exact_baseline_takes_them_too(folder: Path, tmp_path: Path) -> None:
     config = finetune_config(
         folder / "encoder",

@@ -88,6 +88,7 @@ def close(actual: torch.Tensor, expected: Any) -> None:
 # Terms
 
 
+@pytest.mark.slow
 def test_cross_entropy() -> None:
     logits, labels = torch.randn(5, 7) * 3, torch.tensor([0, 6, 3, 3, 1])
     close(task_loss(logits, labels), cross_entropy_of(lists(logits), labels.tolist()))
@@ -447,6 +448,7 @@ def test_routers_have_a_loss_of_their_own(tmp_path: Path) -> None:
     assert first_loss(model, rows, tmp_path, learning_rate=1e-9) == pytest.approx(float(own.loss), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_averages_of_terms_between_evaluations(tmp_path: Path) -> None:
     """An evaluation between two lines of the log changes nothing in what these say."""
     rows: dict[str, Any] = {"train_dataset": Rows(8), "eval_dataset": Rows(4, seed=1), "data_collator": collate}

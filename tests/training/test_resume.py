@@ -172,6 +172,7 @@ def test_a_finished_run_resumes_to_itself(folder: Path) -> None:
     assert weights(folder / "complete") == before
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_does_not_resume(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +214,7 @@ def test_the_number_of_worker_processes_changes_nothing(folder: Path, tmp_path: 
     assert weights(tmp_path / "0") == weights(tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_best_step_remain(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are invented; the weights of the result must be those at the best of them."""
     models: list[dict[str, torch.Tensor]] = []
@@ -235,6 +237,7 @@ def test_the_weights_of_the_best_step_remain(folder: Path, tmp_path: Path, monke
     assert all(torch.equal(saved[name], tensor) for name, tensor in models[1].items())
 
 
+@pytest.mark.slow
 def test_patience_stops_early(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([0.5, 0.4, 0.3, 0.9])
     monkeypatch.setattr(TaskData, "compute_metrics", lambda self, prediction: {"accuracy": next(scores)})

@@ -314,6 +314,7 @@ def test_the_model_is_not_left_in_mixed_precision(kind: str, tmp_path: Path) -> 
 # Distillation
 
 
+@pytest.mark.slow
 def test_dropout_of_the_student_is_off(tmp_path: Path) -> None:
     """The default: the same losses as of a model that has none; also where activations are recomputed."""
     losses = []
@@ -381,6 +382,7 @@ def test_a_trainer_wants_its_config(tmp_path: Path) -> None:
         FinetuningTrainer(classifier(), TrainingArguments(str(tmp_path), use_cpu=True))
 
 
+@pytest.mark.slow
 def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     callbacks = [StageLog("distill", log), At(5, kill)]

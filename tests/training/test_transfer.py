@@ -440,6 +440,7 @@ def test_killed_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert train(model, tmp_path / "state.safetensors", save_every=4).steps == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -456,6 +457,7 @@ def test_signals_save_a_checkpoint(number: signal.Signals, tmp_path: Path) -> No
     assert train(model, tmp_path / "state.safetensors").losses == expected.losses
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     train(model_of("hedgehog", BERT), tmp_path / "state.safetensors")
     with pytest.raises(ValueError, match=r"lr was None, now 0\.5"):
