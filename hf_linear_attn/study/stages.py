@@ -185,7 +185,7 @@ class TrainingRun:
         if (before := self.state.get("processes", {}).get("processes", count)) != count:
             remedy = f"Batches would have another size: resume it with {before}."
             raise ValueError(f"resume: {str(self.folder)!r} was begun with {before} processes, now {count}. {remedy}")
-        self._data_facts: dict[str, int] = {}
+        self._data_facts: dict[str, Any] = {}
         self.doing = "between two stages"
         self._spoke = time.monotonic()
         self._is_prepared = False
@@ -215,11 +215,13 @@ class TrainingRun:
         return Conditions(str(self.config.model), measurement=stage, seed=self.config.seed, settings=settings)
 
     def use_data(self, data: TaskData) -> None:
-        """Set the data of the task; a ValueError if a resumed run began with other numbers of rows or tokens."""
-        self.data, self._data_facts = data, data.facts
-        before = self.state.get("processes", {}).get("data")
-        if before and (changes := _changes(before, data.facts)):
+        """Set the data of the task; a ValueError if a resumed run began with other rows."""
+        self.data, self._data_facts = data, {"data": data.facts, "checksum": data.checksum()}
+        before = {**self._data_facts, **self.state.get("processes", {})}
+        changes = _changes(before["data"], data.facts)
+        if changes or before["checksum"] != self._data_facts["checksum"]:
             remedy = "Give those, or another output folder."
+            changes = changes or "as many rows and tokens, but not the same"
             raise ValueError(f"resume: {str(self.folder)!r} was begun with other data ({changes}). {remedy}")
 
     def prepare_folder(self) -> None:
@@ -230,7 +232,7 @@ class TrainingRun:
             for folder in (self.folder, *(self.folder / name for name in ("checkpoints", STUDY_FOLDER))):
                 remove_partial_files(folder)
         if self._data_facts and "processes" not in self.state:
-            self.record("processes", {"processes": self.process.num_processes, "data": self._data_facts})
+            self.record("processes", {"processes": self.process.num_processes, **self._data_facts})
         self._is_prepared = True
         self.process.wait_for_everyone()
 
