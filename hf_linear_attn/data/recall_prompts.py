@@ -339,10 +339,10 @@ def _mqar(maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[
     return maker.prompts(length, needles, [([key], [index]) for index, key in enumerate(keys)], filler, slack=0)
 
 
-Task = Callable[[PromptMaker, random.Random, int, Sequence[float]], list[Prompt]]
+PromptFunction = Callable[[PromptMaker, random.Random, int, Sequence[float]], list[Prompt]]
 """`task(maker, rng, length, depths)` makes as many prompts as there are depths."""
 
-TASKS: dict[str, Task] = {
+RECALL_PROMPTS: dict[str, PromptFunction] = {
     "niah_single_1": partial(_niah_single, filler=_noise),
     "niah_single_2": _niah_single,
     "niah_single_3": partial(_niah_single, values=_uuid),

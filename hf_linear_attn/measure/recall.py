@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..data.recall_prompts import TASKS, Prompt, PromptMaker, check_positions, documents_with_a_needle
+from ..data.recall_prompts import RECALL_PROMPTS, Prompt, PromptMaker, check_positions, documents_with_a_needle
 from ..data.text import pad_token, padded_batches
 from ..utils.models import evaluation_mode
 from ..utils.progress import OnBatch, report_nothing
@@ -122,7 +122,7 @@ def measure_recall(
 ) -> Recall:
     """Measure what a model recalls of long inputs, by length and depth.
 
-    Decoders (all that can generate) answer the prompts of `TASKS` greedily: those of RULER (Hsieh et al. 2024,
+    Decoders (all that can generate) answer the prompts of `RECALL_PROMPTS` greedily: those of RULER (Hsieh et al. 2024,
     arXiv:2404.06654), `niah_single_1` to `_3`, `niah_multikey_1` to `_3`, `niah_multivalue`, `niah_multiquery` and
     `vt`, and `mqar`, the value of a key among random pairs (Arora et al. 2023, arXiv:2312.04927). An answer's score is
     the share of the expected strings that it contains. Where RULER has essays there are docstrings of Python's standard
@@ -136,7 +136,7 @@ def measure_recall(
     Args:
         model: A decoder, an encoder, or a `SentenceTransformer`; with exact or with linear attention.
         tokenizer: Its tokenizer.
-        tasks: Names of `TASKS`; None: all of them.
+        tasks: Names of `RECALL_PROMPTS`; None: all of them.
         lengths: Tokens of a prompt or document.
         depths: Where the answer is said, from 0 (the beginning) to 1 (the end). Tasks whose answer is said in several
             places have as many prompts.
@@ -156,7 +156,7 @@ def measure_recall(
     decoder = bool(getattr(model, "can_generate", lambda: False)())
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder: give a decoder or an encoder.")
-    known = tuple(TASKS) if decoder else (RETRIEVAL,)
+    known = tuple(RECALL_PROMPTS) if decoder else (RETRIEVAL,)
     chosen = (tasks,) if isinstance(tasks, str) else tuple(tasks or known)
     for task in chosen:
         if task not in known:
@@ -192,7 +192,7 @@ def _prompts(
     maker: PromptMaker, task: str, length: int, depths: Sequence[float], trials: int, seed: int
 ) -> list[Prompt]:
     generators = (random.Random(f"{seed} {task} {length} {trial}") for trial in range(trials))
-    return [prompt for generator in generators for prompt in TASKS[task](maker, generator, length, depths)]
+    return [prompt for generator in generators for prompt in RECALL_PROMPTS[task](maker, generator, length, depths)]
 
 
 def generate_answers(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:

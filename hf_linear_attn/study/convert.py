@@ -62,7 +62,7 @@ OTHER_DOCUMENTS = 50
 SEARCH_SHARE = 0.2
 
 #: The kinds of models, as budgets name them.
-KINDS = {"causal-lm": "decoder", "classification": "classifier", "embedding": "encoder"}
+KIND_OF_TASK = {"causal-lm": "decoder", "classification": "classifier", "embedding": "encoder"}
 
 #: What a model that is converted for a budget is asked, and the texts that it is asked about, at three depths each.
 RECALL_TASKS, RECALL_TRIALS = {"causal-lm": "niah_multikey_1", "embedding": RETRIEVAL}, 16
@@ -106,7 +106,7 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
         budget = Budget.parse(config.budget)
-        budget.unit_for(KINDS[config.kind])  # an error before any work
+        budget.unit_for(KIND_OF_TASK[config.kind])  # an error before any work
     return _execute(config, console, _convert)
 
 
@@ -215,7 +215,7 @@ def _save(run: TrainingRun, model: PreTrainedModel, facts: dict[str, Any], state
 
 def _load_data(run: TrainingRun) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
-    max_length, reason = models.longest_row(config, tokenizer)
+    max_length, reason = models.row_limit(config, tokenizer)
     with run.working(f"reading {config.data.task or config.data.dataset}"):
         if config.kind == "classification" and isinstance(config, ConvertConfig) and not config.teacher.enabled:
             models.check_head(config)
@@ -244,7 +244,7 @@ def _tokenizer(run: TrainingRun) -> Any:
         with run.working("training a tokenizer"):
             rows = load_splits(config.data, columns)["train"]
             texts = (text for column in columns for text in rows[column])
-            tokenizer = models.train_tokenizer(texts, config.train_tokenizer, models.longest_row(config)[0])
+            tokenizer = models.train_tokenizer(texts, config.train_tokenizer, models.row_limit(config)[0])
         with atomic_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
     run.process.wait_for_everyone()

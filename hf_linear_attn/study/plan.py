@@ -56,7 +56,7 @@ from .settings import EvaluateConfig, PlanConfig, Settings
 from .study import RECORDS_FILE, Study, check_study, open_study
 from .variants import TRANSFER_SETTINGS, Loader, Variant, references, transferred
 
-FORMAT_VERSION = 6
+PLAN_VERSION = 6
 
 #: Shares of the key-value heads that stay exact in a search over heads.
 HEAD_SHARES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
@@ -246,7 +246,7 @@ def facts_of(one: PlannedModel, config: PlanConfig) -> dict[str, Any]:
     parameters = patch_report(one.linear.load()).parameters
     rows = {name: facts[name] for name in ("rows", "train", *HALVES)}
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": PLAN_VERSION,
         "created": utc_now(),
         "model": one.exact.facts(),
         "settings": settings | {name: getattr(one.settings, name) for name in measured},

@@ -63,7 +63,11 @@ from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, Settings, resolve_se
 from .study import Conditions
 
 #: Kinds of models, and the auto class of each.
-KINDS = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "classifier": "AutoModelForSequenceClassification"}
+MODEL_CLASSES = {
+    "decoder": "AutoModelForCausalLM",
+    "encoder": "AutoModel",
+    "classifier": "AutoModelForSequenceClassification",
+}
 
 Measurement = tuple[Conditions, Metric]
 """What is measured of each variant of a model; the conditions lack what the variant adds (see `Variant.of`)."""
@@ -221,7 +225,7 @@ def load_exact(source: Any, kind: str, device: torch.device, *, task: str = "") 
             remedy = f"Move it with model.to({name!r}), and leave this option out"
             raise OptionError("device", f"{name!r}, but the loaded model is on {own}. {remedy}.")
         return shared_copy(source)  # whose mode may change
-    auto_class = getattr(transformers, KINDS[kind])
+    auto_class = getattr(transformers, MODEL_CLASSES[kind])
     precision = {"dtype": torch.float32} if kind == "classifier" else {}
     with loading_errors(f"The model {source!r}"), quiet_transformers():
         folder, gguf_file = split_source(source)
@@ -298,7 +302,7 @@ class CheckpointGroup:
 
     def load(self, folder: str, kind: str, device: torch.device) -> PreTrainedModel:
         """Read the weights of one of the checkpoints."""
-        auto_class = getattr(transformers, KINDS[kind])
+        auto_class = getattr(transformers, MODEL_CLASSES[kind])
         with quiet_transformers():
             model = load_pretrained(folder, auto_class) if self.layers else auto_class.from_pretrained(folder)
         return model.eval().to(device)

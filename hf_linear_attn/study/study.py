@@ -31,7 +31,7 @@ from ..utils.progress import Progress
 if TYPE_CHECKING:
     import pandas
 
-FORMAT_VERSION = 2
+RECORDS_VERSION = 2
 
 #: In the folder of a result: the records, and the learned parameters, which an interrupted run does not train again.
 RECORDS_FILE, LEARNED_FOLDER = "records.jsonl", "learned"
@@ -112,7 +112,7 @@ class Run:
     environment: dict[str, Any] = field(default_factory=dict)
 
 
-KINDS: dict[str, type[Run | Record]] = {"run": Run, "record": Record}
+RECORD_CLASSES: dict[str, type[Run | Record]] = {"run": Run, "record": Record}
 
 
 class Records:
@@ -189,12 +189,12 @@ class Records:
     def _read(self, path: Path) -> None:
         for number, line in enumerate(JsonLinesFile(path).read(), start=1):
             location, version = f"{str(path)!r}, line {number}", line.get("format_version")
-            if version != FORMAT_VERSION:
-                problem = f"has format version {version!r}; hf-linear-attn reads version {FORMAT_VERSION}"
+            if version != RECORDS_VERSION:
+                problem = f"has format version {version!r}; hf-linear-attn reads version {RECORDS_VERSION}"
                 remedy = "Choose another folder, or use the release that wrote it."
                 raise ValueError(f"{location} {problem}. {remedy}")
             try:
-                kind = KINDS[line["kind"]]
+                kind = RECORD_CLASSES[line["kind"]]
                 item = kind(**{field.name: line[field.name] for field in fields(kind)})
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{location} is damaged ({error!r}). Remove or repair the line.") from error
@@ -224,7 +224,7 @@ class Records:
 
 
 def _line(item: Run | Record) -> dict[str, Any]:
-    return {"format_version": FORMAT_VERSION, "kind": type(item).__name__.lower(), **asdict(item)}
+    return {"format_version": RECORDS_VERSION, "kind": type(item).__name__.lower(), **asdict(item)}
 
 
 Learned = Mapping[str, Tensor]

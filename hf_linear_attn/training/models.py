@@ -48,7 +48,7 @@ def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
     return tokenizer
 
 
-def longest_row(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, str]:
+def row_limit(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, str]:
     """Return the length to which rows are cut, and what decides it.
 
     It is `data.max_length`, else `max_length`, else as many tokens as the model has positions for and its tokenizer

@@ -250,7 +250,7 @@ def onnx_table() -> str:
 #: Stages of a conversion on GLUE, and what the table calls them; the last one has the name of the row's variant.
 STAGES = {"teacher": "as given", "patched": "untrained", "transferred": "after transfer", "distilled": None}
 #: The columns of the table.
-TASKS = {
+TASK_TITLES = {
     "stsb": "STS-B, Pearson",
     "mrpc": "MRPC, accuracy",
     "rte": "RTE, accuracy",
@@ -292,7 +292,7 @@ def glue_table(path: str = "glue.json", stages: Sequence[str] = ()) -> str:
             continue
         line = {"mechanism": CODE(mechanism)} | ({} if len(stages) == 1 else {"": stage})
         for task in tasks:
-            line[TASKS[task]] = mean(group[group["task"] == task]["score"], 1, 100)
+            line[TASK_TITLES[task]] = mean(group[group["task"] == task]["score"], 1, 100)
         control = stage if stage in variants else "distilled"
         control_scores = scores[(scores["mechanism"] == "softmax") & (scores["stage"] == control)]
         lines.append({**line, "recovered": recovered(group, control_scores)})

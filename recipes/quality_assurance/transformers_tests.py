@@ -212,11 +212,11 @@ def classified(row: dict[str, str], control: dict[str, dict[str, str]]) -> dict[
     return {**row, "verdict": "unexplained", "why": f"unpatched: {before}"}
 
 
-KINDS = ("fails unpatched too", "explained", "unexplained")
+OUTCOMES = ("fails unpatched too", "explained", "unexplained")
 
 
 def counts(rows: list[dict[str, str]]) -> dict[str, int]:
-    by_kind = {kind: sum(row.get("verdict") == kind for row in rows) for kind in KINDS}
+    by_kind = {kind: sum(row.get("verdict") == kind for row in rows) for kind in OUTCOMES}
     return {kind: sum(row["outcome"] == kind for row in rows) for kind in RANK} | by_kind
 
 
@@ -249,7 +249,7 @@ def page(report: dict[str, Any]) -> str:
 
 def _numbers(runs: list[dict[str, Any]]) -> str:
     rows = ({"family": run["family"], "attention": f"`{run['attention']}`", **run["counts"]} for run in runs)
-    titles = {KINDS[0]: "of these unpatched too", KINDS[1]: "explained below"}
+    titles = {OUTCOMES[0]: "of these unpatched too", OUTCOMES[1]: "explained below"}
     return to_markdown(pd.DataFrame(rows).rename(columns=titles), text_columns=2)
 
 

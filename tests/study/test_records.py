@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_linear_attn.study.study import COLUMNS, FORMAT_VERSION, Conditions, Records, Study
+from hf_linear_attn.study.study import COLUMNS, RECORDS_VERSION, Conditions, Records, Study
 
 
 def conditions(length: int = 64, attention: str = "elu", **changes: Any) -> Conditions:
@@ -177,7 +177,7 @@ def test_format_is_pinned(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     started(path).add(conditions(), {"a": 1})
     run, record = map(json.loads, path.read_text().splitlines())
-    assert FORMAT_VERSION == 2
+    assert RECORDS_VERSION == 2
     assert set(run) == {"format_version", "kind", "run", "time", "tool", "settings", "environment"}
     assert set(record) == {
         *("format_version", "kind", "id", "conditions", "values", "time", "run", "label", "seconds"),

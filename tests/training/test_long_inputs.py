@@ -16,7 +16,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.integration.positions import position_limit
 from hf_linear_attn.study.convert import convert, finetune
-from hf_linear_attn.training.models import longest_row
+from hf_linear_attn.training.models import row_limit
 from hf_linear_attn.training.options import ConvertConfig
 from tests.tiny_models import tiny_model
 from tests.training.tiny_runs import convert_config, finetune_config, quiet, save_encoder, save_task
@@ -120,9 +120,9 @@ def test_what_is_cut_is_said(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_longest_row_is_the_models(options: dict[str, Any], length: int) -> None:
-    assert longest_row(ConvertConfig(**options))[0] == length
+    assert row_limit(ConvertConfig(**options))[0] == length
 
 
 def test_the_longest_row_of_a_patched_checkpoint(tmp_path: Path) -> None:
     hla.patch_model(tiny_model("bert", max_position_embeddings=77), "elu").save_pretrained(tmp_path)
-    assert longest_row(ConvertConfig(model=str(tmp_path)))[0] == 77
+    assert row_limit(ConvertConfig(model=str(tmp_path)))[0] == 77
