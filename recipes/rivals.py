@@ -53,7 +53,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import read_tokenizer
 from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
-from hf_linear_attn.data.recall_prompts import RECALL_PROMPTS, Prompt, PromptMaker
+from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker
 from hf_linear_attn.data.text import packed_rows, text_rows
 from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.measure.recall import wilson_interval
@@ -103,7 +103,7 @@ class RecipeConfig:
     variants: tuple[str, ...] = option(VARIANTS, "what to measure, besides `exact`", common=True)
     lengths: tuple[int, ...] = option((2048, 8192), "tokens of the contexts", least=2 * VOTERS + 1, common=True)
     texts: int = option(4, "texts for each length", least=1, common=True)
-    tasks: tuple[str, ...] = option(("niah_multikey_1",), f"of {', '.join(RECALL_PROMPTS)}", common=True)
+    tasks: tuple[str, ...] = option(("niah_multikey_1",), f"of {', '.join(PROMPT_FUNCTIONS)}", common=True)
     trials: int = option(
         24, f"of {len(DEPTHS)} prompts each for each task and length (0: no recall)", least=0, common=True
     )
@@ -116,7 +116,7 @@ class RecipeConfig:
     threads: int = option(1, "threads of torch", least=1)
 
     def __post_init__(self) -> None:
-        for name, known in (("variants", VARIANTS), ("tasks", tuple(RECALL_PROMPTS))):
+        for name, known in (("variants", VARIANTS), ("tasks", tuple(PROMPT_FUNCTIONS))):
             for one in getattr(self, name):
                 if one not in known:
                     raise OptionError(name, f"{one!r} is none of {'; '.join(known)}.")
@@ -456,7 +456,7 @@ class Rivals:
         """Score answers to questions that are seen after the context was read and keys were dropped."""
         generator = random.Random(f"{self.config.seed} {task} {length} {trial}")
         scores = []
-        for prompt in RECALL_PROMPTS[task](self.maker, generator, length, DEPTHS):
+        for prompt in PROMPT_FUNCTIONS[task](self.maker, generator, length, DEPTHS):
             model, context = self.read(variant, prompt.ids[: prompt.shared])
             scores.append(Reader(model, context).answer(prompt, self.maker))
         return [{"metric": "scores", "value": scores}]

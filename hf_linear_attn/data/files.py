@@ -195,9 +195,11 @@ def _classes(path: Path) -> dict[str, Any]:
         return {}
     import pyarrow.parquet as parquet
 
-    datasets = import_datasets()
-    features = datasets.Features.from_arrow_schema(parquet.read_schema(io.BytesIO(_read_bytes(path))))
-    return {name: feature for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+    schema = parquet.read_schema(io.BytesIO(_read_bytes(path)) if path.suffix in COMPRESSIONS else path)
+    saved = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = saved.get("info", {}).get("features", {})
+    classes = {name: one["names"] for name, one in features.items() if one.get("_type") == "ClassLabel"}
+    return {name: import_datasets().ClassLabel(names=names) for name, names in classes.items()}
 
 
 def _document_rows(path: Path, documents: Documents = "auto") -> Rows:
@@ -422,6 +424,9 @@ def _load_files(files: Mapping[str, Path], documents: Documents, text_columns: S
         except (ValueError, TypeError) as error:  # Arrow's own errors are subclasses of these
             raise ValueError(f"{files[split]}: a column has values of different kinds ({error}).") from error
         for name, feature in _classes(files[split]).items():
+            if unknown := set(tables[split][name]) - {None, -1, *range(feature.num_classes)}:
+                known = ", ".join(feature.names)
+                raise ValueError(f"{files[split]}: {name} is {min(unknown)}, but its classes are 0 and up: {known}.")
             splits[split] = splits[split].cast_column(name, feature)
     return splits
 

@@ -342,7 +342,7 @@ def _mqar(maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[
 PromptFunction = Callable[[PromptMaker, random.Random, int, Sequence[float]], list[Prompt]]
 """`task(maker, rng, length, depths)` makes as many prompts as there are depths."""
 
-RECALL_PROMPTS: dict[str, PromptFunction] = {
+PROMPT_FUNCTIONS: dict[str, PromptFunction] = {
     "niah_single_1": partial(_niah_single, filler=_noise),
     "niah_single_2": _niah_single,
     "niah_single_3": partial(_niah_single, values=_uuid),

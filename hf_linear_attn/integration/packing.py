@@ -297,7 +297,7 @@ class Documents:
         self.shape = shape
         originals = [boundaries] if padding is None else [boundaries, padding]
         # The last one carries the documents: with a reference to itself it would stay until garbage is collected.
-        self._originals = [*originals[:-1], None]
+        self._boundaries = boundaries if padding is not None else None
         self._values, self._versions = [one.clone() for one in originals], [_version(one) for one in originals]
         device = boundaries.device
         edges: list[int] = boundaries.tolist()
@@ -319,7 +319,7 @@ class Documents:
         """Return whether these are the documents of a batch of this shape, with these boundaries (and padding)."""
         if self.shape != shape or [one.device for one in tensors] != [one.device for one in self._values]:
             return False
-        is_same = all(one is known for one, known in zip(tensors[:-1], self._originals, strict=False))
+        is_same = len(tensors) == 1 or tensors[0] is self._boundaries
         versions = [_version(one) for one in tensors]
         # Values are compared only where the tensors do not tell: on a GPU that would wait for it, in each layer.
         if is_same and None not in versions and versions == self._versions:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..data.recall_prompts import RECALL_PROMPTS, Prompt, PromptMaker, check_positions, documents_with_a_needle
+from ..data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker, check_positions, documents_with_a_needle
 from ..data.text import pad_token, padded_batches
 from ..utils.models import evaluation_mode
 from ..utils.progress import OnBatch, report_nothing
@@ -122,12 +122,12 @@ def measure_recall(
 ) -> Recall:
     """Measure what a model recalls of long inputs, by length and depth.
 
-    Decoders (all that can generate) answer the prompts of `RECALL_PROMPTS` greedily: those of RULER (Hsieh et al. 2024,
-    arXiv:2404.06654), `niah_single_1` to `_3`, `niah_multikey_1` to `_3`, `niah_multivalue`, `niah_multiquery` and
-    `vt`, and `mqar`, the value of a key among random pairs (Arora et al. 2023, arXiv:2312.04927). An answer's score is
-    the share of the expected strings that it contains. Where RULER has essays there are docstrings of Python's standard
-    library, so that prompts are made offline; they are the same whatever else is measured. The questions about one text
-    (`niah_multikey`, `mqar`: one for each depth) share one pass over it.
+    Decoders (all that can generate) answer the prompts of `PROMPT_FUNCTIONS` greedily: those of RULER (Hsieh et al.
+    2024, arXiv:2404.06654), `niah_single_1` to `_3`, `niah_multikey_1` to `_3`, `niah_multivalue`, `niah_multiquery`
+    and `vt`, and `mqar`, the value of a key among random pairs (Arora et al. 2023, arXiv:2312.04927). An answer's score
+    is the share of the expected strings that it contains. Where RULER has essays there are docstrings of Python's
+    standard library, so that prompts are made offline; they are the same whatever else is measured. The questions about
+    one text (`niah_multikey`, `mqar`: one for each depth) share one pass over it.
 
     Encoders get the task `retrieval`: each of `trials` documents has another sentence at the same depth, and the
     sentence itself must be most similar to its document, by the cosine of the embeddings. Chance is `1 / trials`, so
@@ -136,7 +136,7 @@ def measure_recall(
     Args:
         model: A decoder, an encoder, or a `SentenceTransformer`; with exact or with linear attention.
         tokenizer: Its tokenizer.
-        tasks: Names of `RECALL_PROMPTS`; None: all of them.
+        tasks: Names of `PROMPT_FUNCTIONS`; None: all of them.
         lengths: Tokens of a prompt or document.
         depths: Where the answer is said, from 0 (the beginning) to 1 (the end). Tasks whose answer is said in several
             places have as many prompts.
@@ -156,7 +156,7 @@ def measure_recall(
     decoder = bool(getattr(model, "can_generate", lambda: False)())
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder: give a decoder or an encoder.")
-    known = tuple(RECALL_PROMPTS) if decoder else (RETRIEVAL,)
+    known = tuple(PROMPT_FUNCTIONS) if decoder else (RETRIEVAL,)
     chosen = (tasks,) if isinstance(tasks, str) else tuple(tasks or known)
     for task in chosen:
         if task not in known:
@@ -192,7 +192,7 @@ def _prompts(
     maker: PromptMaker, task: str, length: int, depths: Sequence[float], trials: int, seed: int
 ) -> list[Prompt]:
     generators = (random.Random(f"{seed} {task} {length} {trial}") for trial in range(trials))
-    return [prompt for generator in generators for prompt in RECALL_PROMPTS[task](maker, generator, length, depths)]
+    return [prompt for generator in generators for prompt in PROMPT_FUNCTIONS[task](maker, generator, length, depths)]
 
 
 def generate_answers(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:

@@ -160,11 +160,12 @@ def _inconclusive(facts: dict[str, Any], state: dict[str, Any], metric: str, hig
 
 def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     """The stages' metrics as lines of a Markdown table."""
-    stages = [(title, state[stage]) for stage, title in STAGES if state.get(stage)]
+    stages: list[tuple[str, dict[str, Any]]] = []
+    for stage, title in STAGES:
+        if state.get(stage) and not (stage == "converted" and stages and state[stage] == stages[-1][1]):
+            stages.append((title, state[stage]))
     if not stages:
         return []
-    if "converted" in state and len(stages) > 1 and stages[-1][1] == stages[-2][1]:
-        stages.pop()  # nothing was taken back
     names = dict.fromkeys(name for _, values in stages for name in values if not name.endswith("_stderr"))
     rows = {name: validation_rows(facts, name) for name in names}
     cells = [
@@ -297,8 +298,8 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
     if speed:
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
-    (_, pipeline, text), auto_class = PIPELINES[config.kind], AUTO_CLASSES[config.kind]
-    changed = changed_options(to_dict(config), to_dict(type(config)()))
+    (_, pipeline, text), auto_class = PIPELINES[config.resolved_task_type], AUTO_CLASSES[config.resolved_task_type]
+    changed = changed_options(to_dict(config), to_dict(type(config)().completed()))
     settings = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     sections = {
         "Use": [USE.format(auto_class=auto_class, pipeline=pipeline, text=text)] if kinds else [],
@@ -326,7 +327,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
 def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: list[str]) -> ModelCardData:
     """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
     repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
-    pipeline, metric = PIPELINES[config.kind][0], facts["goal"]["metric"]
+    pipeline, metric = PIPELINES[config.resolved_task_type][0], facts["goal"]["metric"]
     final = final_metrics(state)
     results = [
         EvalResult(

@@ -76,7 +76,7 @@ TRANSFER_COST, DISTILLATION_COST = 2.0, 4.0
 
 def finetune(config: FinetuneConfig | None = None, *, console: Console | None = None, **options: Any) -> dict[str, Any]:
     """Train a model, exact or patched, on the loss of a task; otherwise as `convert`, with a `FinetuneConfig`."""
-    return _execute(make_config(FinetuneConfig, config, options), console, _finetune)
+    return _execute(make_config(FinetuneConfig, config, options), console, "finetune", _finetune)
 
 
 def convert(config: ConvertConfig | None = None, *, console: Console | None = None, **options: Any) -> dict[str, Any]:
@@ -106,15 +106,17 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
         budget = Budget.parse(config.budget)
-        budget.unit_for(KIND_OF_TASK[config.kind])  # an error before any work
-    return _execute(config, console, _convert)
+        budget.unit_for(KIND_OF_TASK[config.resolved_task_type])  # an error before any work
+    return _execute(config, console, "convert", _convert)
 
 
-def _execute(config: Any, console: Console | None, train: Callable[[TrainingRun], dict[str, Any]]) -> dict[str, Any]:
+def _execute(
+    config: Any, console: Console | None, tool: str, train: Callable[[TrainingRun], dict[str, Any]]
+) -> dict[str, Any]:
     """Open a run, and train unless it has ended before; show its results and push its model."""
     config = config.completed()
     models.read_attention(config)
-    run = TrainingRun(config, train.__name__.strip("_"), console)
+    run = TrainingRun(config, tool, console)
     path = run.folder / RESULTS_FILE
     with run.interruptible():
         if config.resume and path.is_file():
@@ -160,15 +162,16 @@ def _finetune(run: TrainingRun) -> dict[str, Any]:
 
 
 def _convert(run: TrainingRun) -> dict[str, Any]:
+    """Run all stages, whose metrics are in `run.state`; return what else `results.json` has."""
     config = run.config
     if (budget := _budget(run)) is not None:
         budget.check_metric(run.data.metric, greater_is_better=run.data.greater_is_better)
     teacher = _teacher(run)
-    if config.kind == "embedding":
+    if config.task_type == "embedding":
         with run.working("computing the teacher's embeddings"):
             _label_with_embeddings(run.data, teacher.to(run.process.device))
     run.measure("teacher", teacher)
-    if config.kind in ("causal-lm", "masked-lm"):
+    if config.task_type in ("causal-lm", "masked-lm"):
         run.measure("no attention", without_attention(teacher))
     student = copy.deepcopy(teacher)
     models.patch_as_configured(student, config, _choose_heads(run, teacher))
@@ -191,7 +194,8 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
         metrics = _keep_better(run, student, before, metrics, "distilled")
         if control is not None:
             _distill(run, teacher, control, "control distill", "control")
-    run.once("converted", lambda: metrics)
+    if metrics:
+        run.once("converted", lambda: metrics)
     if is_sharded(teacher) and (_timed_lengths(run) or budget is not None):
         teacher = _teacher(run)
     if _timed_lengths(run):
@@ -217,10 +221,10 @@ def _load_data(run: TrainingRun) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
     max_length, reason = models.row_limit(config, tokenizer)
     with run.working(f"reading {config.data.task or config.data.dataset}"):
-        if config.kind == "classification" and isinstance(config, ConvertConfig) and not config.teacher.enabled:
+        if config.task_type == "classification" and isinstance(config, ConvertConfig) and not config.teacher.enabled:
             models.check_head(config)
         with run.process.main_process_first():
-            data = load_task_data(config.kind, tokenizer, replace(config.data, max_length=max_length), config.seed)
+            data = load_task_data(config.task_type, tokenizer, replace(config.data, max_length=max_length), config.seed)
     facts = data.facts
     held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
     train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
@@ -333,7 +337,7 @@ def _recall(run: TrainingRun, name: str, model: PreTrainedModel, length: int) ->
     def measure() -> dict[str, Any]:
         with run.working(f"measuring what {name} recalls"):
             model.to(run.process.device)
-            tasks = [RECALL_TASKS[run.config.kind]]
+            tasks = [RECALL_TASKS[run.config.task_type]]
             options: dict[str, Any] = {"tasks": tasks, "lengths": [length], "trials": RECALL_TRIALS}
             result = measure_recall(model, run.data.tokenizer, **options, seed=run.config.seed)
         (row,) = result.summary().to_dict("records")
@@ -348,7 +352,7 @@ def _verify_recall(run: TrainingRun, budget: Budget, teacher: PreTrainedModel, s
     They are as long as a budget of recall says, and for other budgets no longer than the training rows. A classifier
     recalls nothing.
     """
-    if run.config.kind not in RECALL_TASKS:
+    if run.config.task_type not in RECALL_TASKS:
         return
     length = run.data.longest
     if budget.length:
@@ -446,7 +450,7 @@ def _close_harmful_parts(
     def close() -> tuple[PreTrainedModel, dict[str, Any]]:
         student.to(run.process.device)
         batches = leading_batches((data.collator([row]) for row in long), SELECTION_TOKENS)
-        if run.config.kind == "causal-lm":
+        if run.config.task_type == "causal-lm":
             length = max(batch["input_ids"].shape[1] for batch in batches)
             documents = standard_library_documents()[:OTHER_DOCUMENTS]
             batches += [{"input_ids": torch.tensor([packed_rows(data.tokenizer, documents, length)[0]])}]
@@ -472,7 +476,7 @@ def _transfer(run: TrainingRun, student: PreTrainedModel, metrics: Metrics) -> t
     if not len(rows):
         reason = f"Attention transfer was skipped: no training input has more than the {limit:,} tokens that are exact."
         run.say(reason)
-        run.record("transfer", {"step": 0, "skipped": reason})
+        run.once("transfer", lambda: {"step": 0, "skipped": reason})
         return student, metrics
     if len(rows) < len(data.train) and "transfer" not in run.state:
         run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")

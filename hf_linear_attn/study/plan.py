@@ -205,7 +205,7 @@ def train(study: Study, one: PlannedModel) -> dict[str, Any]:
     if not one.settings.steps or not ATTENTIONS.get(one.linear.attention).learned:
         return {}
     conditions = one.linear.of(one.exact.conditions("attention_transfer"))
-    transferred(one, study, one.linear.load(), conditions)
+    transferred(one, study, one.linear.load(), conditions)  # `load` returns this same model, trained from now on
     record = study.records.latest(conditions)
     assert record is not None
     names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}

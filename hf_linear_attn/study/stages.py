@@ -144,6 +144,12 @@ class TrainingRun:
     `checkpoints/` is what a stage can resume from until it is finished. It reports its progress on the console, by
     default stderr.
 
+    `state` has the result of each finished stage by its name: metrics (`teacher`, `patched`, `transferred`,
+    `distilled`, `control`, `converted`, `trained`), what a training did (`teacher stage`, `transfer`, `distill`,
+    `control distill`, `train`), and facts (`processes`, `exact_heads`, `linear parts`, `recall, …`, `speed`). `record`
+    stores one; `once`, `measure` and `learned` do what is not stored yet, and store it; `train` and `transfer` store
+    checkpoints only.
+
     Raises:
         ValueError: There is no output folder, or it holds another run or other files; or the `arguments` of a stage are
             not those of its trainer.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import DEFAULT_ATTENTION, LayerConfig
-from ..data.recall_prompts import RECALL_PROMPTS, PromptMaker, check_positions
+from ..data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker, check_positions
 from ..data.text import text_rows
 from ..integration.discovery import longest_input, patched_modules, predicts_next_tokens, self_attention
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
@@ -167,7 +167,7 @@ def find_retrieval_heads(
     totals: dict[int, Any] = dict.fromkeys(layers.values(), 0.0)
     for number in range(prompts):
         generator, depth = random.Random(f"{seed} {number}"), (number + 0.5) / prompts
-        (prompt,) = RECALL_PROMPTS[PROBE_TASK](maker, generator, length, [depth])
+        (prompt,) = PROMPT_FUNCTIONS[PROBE_TASK](maker, generator, length, [depth])
         ((start,), (answer,)) = prompt.positions, prompt.references
         count = len(answer)
 

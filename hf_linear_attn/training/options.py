@@ -64,7 +64,7 @@ class StageConfig:
     @property
     def enabled(self) -> bool:
         """Whether the stage has any steps."""
-        return self.max_steps is not None or self.num_train_epochs != 0
+        return self.max_steps is not None or self.num_train_epochs != 0  # None: those of `ConvertConfig.completed`
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TeacherConfig(StageConfig):
 class TransferConfig:
     """Stage 1: attention transfer (see `transfer_attention`)."""
 
-    max_steps: int | None = option(None, "optimizer steps; 0: none (default: 200)", least=0, common=True)
+    max_steps: int | None = option(None, "optimizer steps; 0: none (default: 200, or a budget's)", least=0, common=True)
     per_device_train_batch_size: int | None = option(
         None, "rows of one forward pass on one device (default: 32, or a budget's)", least=1
     )
@@ -190,21 +190,22 @@ class TrainingRunConfig:
         if self.attention is None and self.plan is None and (self.options or self.layers is not None):
             raise OptionError("options" if self.options else "layers", "is for a mechanism: give attention, too.")
         for name, kind in (("mlm_probability", "masked-lm"), ("metrics", "classification")):
-            if getattr(self.data, name) != default_of(DataConfig, name) and self.kind != kind:
-                raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.kind}.")
+            if getattr(self.data, name) != default_of(DataConfig, name) and self.resolved_task_type != kind:
+                raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.resolved_task_type}.")
         if self.max_length is not None and (self.from_config or self.model_type is not None):
             remedy = f"config_overrides {{max_position_embeddings: {self.max_length}}}"
             raise OptionError("max_length", f"extends positions that were trained. With random weights, give {remedy}.")
 
     @property
-    def kind(self) -> TaskType:
+    def resolved_task_type(self) -> TaskType:
         """The task type, or the default one."""
         return self.task_type or "classification"
 
     def completed(self) -> Self:
-        """Return these options with all defaults that depend on other options."""
+        """Return these options with the task type and the timed lengths that they leave open. The last step: what is
+        changed afterwards does not change these."""
         speed = TimingConfig(TIMED_LENGTHS) if self.speed.lengths is None else self.speed
-        return replace(self, task_type=self.kind, speed=speed)
+        return replace(self, task_type=self.resolved_task_type, speed=speed)
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ BUDGET_TRAINING: dict[str, tuple[TransferConfig, DistillConfig]] = {
 
 
 def _filled_in(section: Any, training: Any) -> Any:
-    """Return a section of options with those of a training where it has its defaults."""
+    """Return a section of options with those of a training where it has its defaults; epochs replace steps."""
     default = type(section)()
     values = {field.name: getattr(section, field.name) for field in fields(section)}
     changed = {name: value for name, value in values.items() if value != getattr(default, name)}
@@ -280,14 +281,14 @@ class ConvertConfig(TrainingRunConfig):
         if self.control and not (self.distill.enabled and (self.attention is not None or self.plan is not None)):
             raise OptionError("control", "is trained beside a linear model by distillation: give attention and steps.")
         carried, longest = self.distill.carried_length, self.data.max_length
-        if carried and (self.kind != "causal-lm" or self.gradient_checkpointing):
+        if carried and (self.resolved_task_type != "causal-lm" or self.gradient_checkpointing):
             raise OptionError("distill.carried_length", "needs task_type causal-lm and no gradient_checkpointing.")
         if carried and longest is not None and longest < carried + 2:
             raise OptionError(
                 "distill.carried_length",
                 f"leaves no token to predict in rows of {longest}, got {carried}.",
             )
-        if self.kind == "embedding" and self.teacher.enabled:
+        if self.resolved_task_type == "embedding" and self.teacher.enabled:
             raise OptionError("task_type", "embedding has no labels to fine-tune a teacher on: leave out that section.")
 
     def _check_budget(self) -> None:
@@ -297,21 +298,23 @@ class ConvertConfig(TrainingRunConfig):
                 raise OptionError(name, "is chosen by the budget: leave it out.")
         if "window_size" in self.options:
             raise OptionError("options.window_size", "is chosen by the budget: leave it out.")
-        if self.kind not in BUDGET_TRAINING:
-            raise OptionError("budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {self.kind}.")
+        if self.resolved_task_type not in BUDGET_TRAINING:
+            raise OptionError(
+                "budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {self.resolved_task_type}."
+            )
 
     @property
-    def kind(self) -> TaskType:
+    def resolved_task_type(self) -> TaskType:
         """The task type, or the default one: with a budget and no task, that of a decoder."""
         is_decoder = self.budget is not None and self.data.task is None
         return self.task_type or ("causal-lm" if is_decoder else "classification")
 
     def completed(self) -> Self:
-        """Return these options with all defaults that depend on other options, such as the training of a budget."""
+        """Return these options with the task type, timed lengths and training (a budget's) that they leave open."""
         training, data = USUAL_TRAINING, self.data
         if self.budget is not None:
-            training = BUDGET_TRAINING[self.kind]
-            if data.max_eval_samples is None and self.kind != "classification":
+            training = BUDGET_TRAINING[self.resolved_task_type]
+            if data.max_eval_samples is None and self.resolved_task_type != "classification":
                 data = replace(data, max_eval_samples=BUDGET_EVAL_ROWS)
         transfer, distill = _filled_in(self.transfer, training[0]), _filled_in(self.distill, training[1])
         return replace(super().completed(), data=data, transfer=transfer, distill=distill)

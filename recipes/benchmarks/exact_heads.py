@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.files import text_documents
-from hf_linear_attn.data.recall_prompts import RECALL_PROMPTS, PromptMaker
+from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker
 from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
 from hf_linear_attn.measure.quality import measure_perplexity
@@ -54,7 +54,7 @@ def probes(maker: PromptMaker, length: int, seed: str) -> Iterator[tuple[Tensor,
     """Yield prompts with their answers, without end."""
     generator = random.Random(f"probe {seed}")
     while True:
-        for prompt in RECALL_PROMPTS[TASK](maker, generator, length, DEPTHS):
+        for prompt in PROMPT_FUNCTIONS[TASK](maker, generator, length, DEPTHS):
             (answer,) = prompt.references
             yield torch.tensor([prompt.ids + answer[:-1]]), answer
 

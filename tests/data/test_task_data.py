@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict
@@ -236,6 +238,11 @@ def test_names_of_classes_in_a_parquet_file(tmp_path):
     task, splits = load_labelled(DataConfig(dataset=str(tmp_path)))
     assert task.labels == ("spam", "ham")
     assert splits["train"].features["label"].names == names
+    file = parquet.read_table(tmp_path / "train.parquet")
+    other = file.set_column(1, file.schema.field("label"), pa.array([0, 2] * 10))
+    parquet.write_table(other, tmp_path / "train.parquet")  # its metadata still name two classes
+    with pytest.raises(ValueError, match=r"train.parquet: label is 2, but its classes are 0 and up: spam, ham"):
+        load_labelled(DataConfig(dataset=str(tmp_path)))
 
 
 def test_splits_that_nothing_is_done_with_may_lack_labels(tmp_path):

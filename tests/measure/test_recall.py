@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig, PreTrainedTokenizerFast
 
 import hf_linear_attn as hla
-from hf_linear_attn.data.recall_prompts import RECALL_PROMPTS, PromptMaker
+from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker
 from hf_linear_attn.measure.recall import Recall, generate_answers, measure_recall, wilson_interval
 
 from ..tiny_models import VOCABULARY, tiny_model
@@ -114,12 +114,12 @@ def maker(request: pytest.FixtureRequest) -> PromptMaker:
     return PromptMaker(Characters() if request.param == "characters" else tiny_tokenizer())
 
 
-@pytest.mark.parametrize("task", RECALL_PROMPTS)
+@pytest.mark.parametrize("task", PROMPT_FUNCTIONS)
 @pytest.mark.parametrize("length", [900, 1501])
 def test_prompts_have_their_length_and_the_answers_where_they_say(maker: PromptMaker, task: str, length: int) -> None:
     depths = (0.0, 0.5, 1.0)
-    prompts = RECALL_PROMPTS[task](maker, random.Random(3), length, depths)
-    assert prompts == RECALL_PROMPTS[task](maker, random.Random(3), length, depths)
+    prompts = PROMPT_FUNCTIONS[task](maker, random.Random(3), length, depths)
+    assert prompts == PROMPT_FUNCTIONS[task](maker, random.Random(3), length, depths)
     assert len(prompts) == 3
     for prompt in prompts:
         assert len(prompt.ids) == length
@@ -142,11 +142,11 @@ def test_prompts_have_their_length_and_the_answers_where_they_say(maker: PromptM
 
 def test_a_number_that_is_recalled_in_part_scores_in_part() -> None:
     maker = PromptMaker(Characters())
-    prompt = RECALL_PROMPTS["niah_multivalue"](maker, random.Random(0), 900, [0.5])[0]
+    prompt = PROMPT_FUNCTIONS["niah_multivalue"](maker, random.Random(0), 900, [0.5])[0]
     texts = ["".join(map(chr, answer)).strip() for answer in prompt.references]
     output = f": {texts[2]}, {texts[0]} and 1{texts[1][1:]}"
     assert maker.score(prompt, [ord(one) for one in output]) == 0.5
-    pair = RECALL_PROMPTS["mqar"](maker, random.Random(0), 900, [0.5])[0]
+    pair = PROMPT_FUNCTIONS["mqar"](maker, random.Random(0), 900, [0.5])[0]
     (answer,) = pair.references
     assert maker.score(pair, answer) == 1
     assert maker.score(pair, [answer[0] + 1]) == maker.score(pair, []) == 0
@@ -157,7 +157,7 @@ def test_an_oracle_recalls_everything_and_a_short_sighted_one_nothing() -> None:
     oracle = Oracle()
     perfect = measure_recall(oracle, Characters(), **options)
     assert perfect.table["correct"].all()
-    assert len(perfect.table) == len(RECALL_PROMPTS) * 2 * 2 * 2
+    assert len(perfect.table) == len(PROMPT_FUNCTIONS) * 2 * 2 * 2
     assert oracle.passes == 4 * 2 * 2  # one for each text about which there are several questions
     # From 450 characters on before the end all is question, or answered too late to be seen.
     blind = measure_recall(Oracle(reach=450), Characters(), **options)
@@ -194,8 +194,8 @@ def test_questions_about_one_text_share_a_pass_over_it(attention: str | None) ->
     if attention is not None:
         hla.patch_model(model, attention)
     maker = PromptMaker(tiny_tokenizer(), VOCABULARY)
-    prompts = RECALL_PROMPTS["niah_multikey_1"](maker, random.Random(0), 200, (0.1, 0.5, 0.9))
-    prompts += RECALL_PROMPTS["niah_multikey_1"](maker, random.Random(1), 200, (0.1, 0.5, 0.9))
+    prompts = PROMPT_FUNCTIONS["niah_multikey_1"](maker, random.Random(0), 200, (0.1, 0.5, 0.9))
+    prompts += PROMPT_FUNCTIONS["niah_multikey_1"](maker, random.Random(1), 200, (0.1, 0.5, 0.9))
     prompts = [replace(prompt, new_tokens=number) for number, prompt in enumerate(prompts, start=3)]
     together = list(generate_answers(model, prompts, 2, 0))  # no answer has the tokens that a longer one may have
     assert together == [next(generate_answers(model, [prompt], 1, 0)) for prompt in prompts]
@@ -261,7 +261,7 @@ def test_an_answer_of_unknown_letters_is_not_in_every_output() -> None:
     characters.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="<unk>", pad_token="<pad>")
     maker = PromptMaker(tokenizer)
-    for task in RECALL_PROMPTS.values():
+    for task in PROMPT_FUNCTIONS.values():
         for prompt in task(maker, random.Random(0), 2000, [0.5]):
             assert maker.score(prompt, [tokenizer.pad_token_id] * prompt.new_tokens) == 0
             assert maker.score(prompt, [token for answer in prompt.references for token in answer]) == 1

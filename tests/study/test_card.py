@@ -200,7 +200,7 @@ def config(model="owner/name", **data):
         options={"num_features": 8},
         data=DataConfig(**(data or {"task": "sst2"})),
         output="/home/somebody/secret/out",
-    )
+    ).completed()
 
 
 def header(card):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import LlamaForTokenClassification
 
 import hf_linear_attn as hla
-from hf_linear_attn.data.recall_prompts import RECALL_PROMPTS, PromptMaker
+from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker
 from hf_linear_attn.data.text import text_rows
 from hf_linear_attn.training.head_search import ExactHeads, find_exact_heads, find_retrieval_heads
 
@@ -32,7 +32,7 @@ def test_scores_are_the_weights_of_eager_attention(architecture: str) -> None:
     maker = PromptMaker(tiny_tokenizer(), VOCABULARY)
     expected = torch.zeros(2, 4)
     for number in range(2):
-        (prompt,) = RECALL_PROMPTS["niah_single_1"](maker, random.Random(f"7 {number}"), 84, [(number + 0.5) / 2])
+        (prompt,) = PROMPT_FUNCTIONS["niah_single_1"](maker, random.Random(f"7 {number}"), 84, [(number + 0.5) / 2])
         ((start,), (answer,)) = prompt.positions, prompt.references
         count = len(answer)
         with torch.no_grad():
