@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -17,6 +18,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.study import convert as stages
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.transfer import AttentionTransferLoss
+from tests.slow_cases import slow_rows
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet
 
 
@@ -83,6 +85,38 @@ def test_a_transfer_that_harms_is_taken_back(folder: Path, tmp_path: Path, monke
     values = {one["type"]: one["value"] for one in header["model-index"][0]["results"][0]["metrics"]}
     assert values["loss"] == metrics["converted"]["loss"]
     assert "| as saved, without what harmed |" in card
+
+
+@pytest.mark.parametrize(
+    ("harms", "closed", "stage"),
+    [
+        (False, False, "transferred"),
+        (True, False, "patched"),
+        *slow_rows((False, True, "closed"), (True, True, "closed")),
+    ],
+)
+def test_a_distillation_is_compared_with_the_model_that_it_began_with(
+    harms: bool, closed: bool, stage: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the transfer has left, or what closed linear parts have."""
+    compared: dict[str, Any] = {}
+
+    def is_worse(data: Any, before: Any, after: Any, result: str) -> bool:
+        compared[result] = before
+        return harms and result == "transferred"
+
+    monkeypatch.setattr(stages, "_is_worse", is_worse)
+    parts = SimpleNamespace(table=pd.DataFrame([{"layer": 0, "worth": 0.0, "kept": not closed}]), loss={})
+    monkeypatch.setattr(stages, "close_harmful_parts", lambda model, batches: parts)
+    changes = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1, "speed__lengths": []}
+    text = {"task_type": "causal-lm", "data__text_columns": ["text"], "options": {"window_size": 4}}
+    config = convert_config(
+        folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", attention="window", **text, **changes
+    )
+    metrics = convert(config, console=quiet())["stages"]
+    assert ("closed" in metrics) is closed
+    assert compared == {"transferred": metrics["patched"], "distilled": metrics[stage]}
+    assert metrics["converted"] == metrics["distilled"]
 
 
 @pytest.mark.slow
