@@ -1,8 +1,10 @@
 """What conversion costs: GLUE, perplexity, and the fidelity of every mechanism, beside equally trained exact models."""
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -94,6 +96,7 @@ def glue(
     mechanisms: tuple[str, ...] = tuple(MECHANISMS),
     variants: tuple[str, ...] = ("distilled", "no distillation"),
     seeds: tuple[int, ...] = (0,),
+    work: str | None = None,
 ) -> Cells:
     """What conversion costs on GLUE, mechanism by mechanism, beside the softmax control through the same steps.
 
@@ -109,29 +112,30 @@ def glue(
         mechanisms: Rows of the table, or names of mechanisms.
         variants: distilled, no distillation, 12 epochs (of distillation).
         seeds: Of data, training and random features.
+        work: Folder for the trained models, from which `--resume` goes on within a conversion; by default they go.
     """
     options = read_options(config)
     base = {**options, "teacher": {"num_train_epochs": 0.0}}
-    with tempfile.TemporaryDirectory() as work:
+    with nullcontext(work) if work else tempfile.TemporaryDirectory() as trained:
         for seed, task, variant, mechanism in product(seeds, tasks, variants, (None, *mechanisms)):
             data = {**options["data"], "task": task, "folder": folder}
             settings = {"model": model, "data": data, "seed": seed}
-            exact = partial(finetuned, options, "teacher", output=Path(work, f"{task}-{seed}"), **settings)
+            exact = partial(finetuned, options, "teacher", output=Path(trained, f"{task}-{seed}"), **settings)
             row = {"attention": mechanism, **MECHANISMS.get(str(mechanism), {})}
             changed = {**base, **row, "seed": seed}
             changed["distill"] = {**base["distill"], **VARIANTS[variant]}
             facts = {"model": Path(model).name, "task": task, "seed": seed}
             facts |= {"mechanism": mechanism or CONTROL, "variant": variant}
-            yield Cell(
-                facts, partial(_converted, exact, {**changed, "data": data}), {**changed, "teacher": options["teacher"]}
-            )
+            output = Path(trained, "-".join(map(str, facts.values())).replace(" ", "-"))
+            call = partial(_converted, exact, {**changed, "data": data}, output)
+            yield Cell(facts, call, {**changed, "teacher": options["teacher"]})
 
 
-def _converted(exact: Callable[[], Path], options: Options) -> Rows:
+def _converted(exact: Callable[[], Path], options: Options, output: Path) -> Rows:
     """Convert the fine-tuned model, and keep the numbers only."""
     model, began = str(exact()), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        results = hla.convert(**options | {"model": model, "output": f"{folder}/converted"})
+    results = hla.convert(**options | {"model": model, "output": str(output), "resume": output.exists()})
+    shutil.rmtree(output)
     stages = {stage: results["stages"][stage] for stage in STAGES if stage in results["stages"]}
     seconds = round(time.perf_counter() - began, 1)
     facts = {name: results[name] for name in ("learned_parameters", "data")}
