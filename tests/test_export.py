@@ -38,7 +38,7 @@ def checkpoint(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", ["hedgehog", pytest.param("window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["hedgehog", *long("window")])
 def test_onnx_graph_of_an_encoder(checkpoint, name, tmp_path, capsys):
     folder, out = checkpoint("bert", name), tmp_path / "out"
     assert main(["export", str(folder), str(out)]) == 0
@@ -113,10 +113,10 @@ def test_a_missing_package_is_named(checkpoint, package, tmp_path, monkeypatch, 
         ("bert", {"attention": "linformer", "num_slots": 8, "max_length": 40}, 40),
         ("bert", {"attention": {"default": "hedgehog", "1": {"attention": "cosformer", "max_length": 70}}}, 70),
         ("roberta", {"attention": "hedgehog"}, 94),  # two of its 96 positions are for padding
-        *slow_rows(
+        *slow_rows(("bert", {"attention": "cosformer", "exact_heads": [1], "max_length": 60}, 60)),
+        *long(
             ("bert", {"attention": "cosformer", "max_length": 50}, 50),
             ("bert", {"attention": "hedgehog"}, 96),
-            ("bert", {"attention": "cosformer", "exact_heads": [1], "max_length": 60}, 60),
             ("roberta", {"attention": "linformer", "num_slots": 8}, 94),
         ),
     ],

@@ -60,14 +60,14 @@ def test_decoding_leaves_no_memory(name: str, size: int, check: Check) -> None:
 @pytest.mark.slow
 @needs_proc
 @sizes(50, 1_000)
-@pytest.mark.parametrize("name", ["hedgehog", *slow("favor+", "linformer")])
+@pytest.mark.parametrize("name", ["hedgehog", *long("favor+", "linformer")])
 def test_patching_and_unpatching_leaves_no_memory(name: str, size: int, check: Check) -> None:
     check(*measures.rounds(name, size))
 
 
 @sizes(1, 2)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["favor+", "window", *long("hedgehog", "gla")])
+@pytest.mark.parametrize("name", ["window", *long("favor+", "hedgehog", "gla")])
 def test_the_same_numbers_in_another_process(name: str, size: int, check: Check) -> None:
     check(measures.in_other_processes(name, size))
 

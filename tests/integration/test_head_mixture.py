@@ -18,6 +18,7 @@ from tests.comparing import Snapshot, assert_close, logits
 from tests.inputs import padded_batch, token_ids
 from tests.integration.packed import as_ids, packed, unpacked_logits
 from tests.integration.test_peft import lora
+from tests.slow_cases import long
 from tests.small import patch_small, randomize_learned
 from tests.tiny_models import BERT, DECODERS, FAMILIES, LLAMA, Family, saved_and_loaded
 
@@ -178,7 +179,7 @@ def test_adapters(family: Family, tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [BERT, LLAMA], ids=str)
+@pytest.mark.parametrize("family", [LLAMA, *long(BERT)], ids=str)
 def test_compiles_without_graph_breaks(family: Family) -> None:
     model = mixed(family)
     torch.compiler.reset()

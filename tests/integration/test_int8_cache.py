@@ -14,7 +14,7 @@ from hf_linear_attn.ops.native.backend import unavailable_reason
 from hf_linear_attn.streaming import cache_bytes, read_stream
 from tests.comparing import NEW, assert_close, generate, logits, relative_error
 from tests.inputs import padded_batch, token_ids
-from tests.slow_cases import slow
+from tests.slow_cases import long
 from tests.small import on_the_grid, randomize_learned
 from tests.tiny_models import BERT, GPT2, LLAMA, Family
 
@@ -193,7 +193,7 @@ def test_a_quantized_cache_of_transformers_rounds_the_layers_that_are_exact_as_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto", *slow("torch")])
+@pytest.mark.parametrize("backend", ["auto", *long("torch")])
 def test_compiled_steps(backend: str) -> None:
     torch.compiler.reset()
     model, ids = build(LLAMA, store_size=0), token_ids(1, 30)

@@ -55,8 +55,8 @@ def gradients(model, logits, mask):
     ("name", "family"),
     [
         ("hedgehog", BERT),
-        *slow_rows(("window", GPT2), ("favor+", BERT)),
-        *long(("hedgehog", GPT2), ("favor+", GPT2), ("elu", BERT), ("elu", GPT2), ("window", BERT)),
+        *slow_rows(("window", GPT2)),
+        *long(("hedgehog", GPT2), ("favor+", BERT), ("favor+", GPT2), ("elu", BERT), ("elu", GPT2), ("window", BERT)),
     ],
     ids=str,
 )

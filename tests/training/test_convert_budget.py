@@ -16,13 +16,13 @@ from hf_linear_attn.data.recall_prompts import PromptMaker
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.options import ConvertConfig, DistillConfig
-from tests.slow_cases import slow
+from tests.slow_cases import long
 from tests.tiny_models import VOCABULARY, save_checkpoint
 from tests.training.tiny_runs import quiet
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", ["30% cache at 2000", "100000% perplexity", "1.0000001x at 4000"])
+@pytest.mark.parametrize("budget", ["30% cache at 2000", *long("100000% perplexity", "1.0000001x at 4000")])
 def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Path) -> None:
     config = ConvertConfig(
         model=str(folder / "decoder"),
@@ -104,7 +104,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["windows in some layers", *slow("heads of 32", "qk-norm", "one head of 256")])
+@pytest.mark.parametrize("shape", ["windows in some layers", *long("heads of 32", "qk-norm", "one head of 256")])
 def test_a_budget_serves_every_shape_of_heads(shape: str, folder: Path, tmp_path: Path) -> None:
     architecture, config = SHAPES[shape]
     tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 512}
@@ -143,7 +143,7 @@ def test_a_model_of_windows_alone_has_nothing_to_convert(folder: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row_length", [160, *slow(256)])
+@pytest.mark.parametrize("row_length", [160, *long(256)])
 def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Path, tmp_path: Path) -> None:
     """A model of random weights that is taken for one that answers, by a score that is replaced."""
     paragraphs = [" ".join(["alpha", "beta", "gamma"] * 60)] * 20

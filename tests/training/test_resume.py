@@ -18,7 +18,7 @@ from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
-from tests.slow_cases import slow_rows
+from tests.slow_cases import long, slow_rows
 from tests.training.tiny_runs import (
     Killed,
     convert_config,
@@ -54,7 +54,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch, stage: str, step: int, action: Any)
 
 
 @pytest.mark.parametrize(
-    ("stage", "step"), [("distill", 3), *slow_rows(("teacher", 0), ("teacher", 5), ("distill", 5))]
+    ("stage", "step"), [("distill", 3), *slow_rows(("teacher", 5)), *long(("teacher", 0), ("distill", 5))]
 )
 def test_killed_in_a_step(stage: str, step: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = (folder / "encoder", folder / "task", tmp_path / "out")

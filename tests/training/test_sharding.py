@@ -28,6 +28,8 @@ KINDS = [
     pytest.param("zero3", marks=needs_deepspeed),
     pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.long]),
 ]
+#: Of whole conversions. (`test_zero_autocasts_and_keeps_float32_weights` is one in ZeRO-3 that is not long.)
+CONVERTED = ["fsdp2", *(pytest.param(kind, marks=[needs_deepspeed, pytest.mark.long]) for kind in ("zero3", "zero2"))]
 
 
 def sharding(kind: str) -> dict[str, str]:
@@ -65,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=CONVERTED)
 def kind(request: pytest.FixtureRequest, folder: Path) -> str:
     """A way to shard. Its run is in the folder of its name."""
     kind: str = request.param
