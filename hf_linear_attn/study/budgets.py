@@ -235,7 +235,9 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
 
     Layers that see a sliding window only keep their caches, and do not count.
     """
-    layers = [(index, layer) for index, layer in enumerate(self_attention(model)) if layer.span == "full"]
+    every = self_attention(model)
+    layers = [(index, layer) for index, layer in enumerate(every) if layer.span == "full"]
+    counted = "the cache" if len(layers) == len(every) else "the cache of the layers that see the whole text"
     # The index of a layer changes no size.
     shapes = [replace(attention_shape(layer, index, None), layer_index=0) for index, layer in layers]
     whole = length * sum(shape.token_bytes for shape in shapes)
@@ -259,7 +261,7 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
         if not share:
             window = within[-1]
         stored = ", stored in int8," if cache_dtype == "int8" else ""
-        reason = f"{share * exact + (1 - share) * states[window]:.1%} of the cache at {length:,} tokens"
+        reason = f"{share * exact + (1 - share) * states[window]:.1%} of {counted} at {length:,} tokens"
         text = f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads{stored} take {reason}"
         return Choice(share, window, text, cache_dtype)
 
@@ -270,6 +272,6 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
     choice = own if rounded is None or (own is not None and not rounded.share) else rounded
     if choice is None:
         least = sum(state_bytes(shape, WINDOWS[0], "int8") for shape in shapes) / whole
-        taken = f"windows of {WINDOWS[0]} tokens, stored in int8, take {least:.1%} of the cache at {length:,} tokens"
+        taken = f"windows of {WINDOWS[0]} tokens, stored in int8, take {least:.1%} of {counted} at {length:,} tokens"
         raise ValueError(f"The budget of {limit:.0%} cannot be met: {taken}. Allow more, or count longer inputs.")
     return choice

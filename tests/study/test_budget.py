@@ -92,3 +92,10 @@ def test_int8_meets_what_windows_in_float32_do_not() -> None:
     assert choose_heads_and_window(budget, model, 1024, lambda share, window: None).cache_dtype == "int8"
     with pytest.raises(ValueError, match=r"cannot be met: windows of 64 tokens, stored in int8, take 14\.\d%"):
         choose_heads_and_window(Budget.parse("14% cache at 600"), model, 1024, lambda share, window: None)
+
+
+def test_layers_with_windows_of_their_own_do_not_count() -> None:
+    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    model = tiny_model("ministral", num_attention_heads=2, num_key_value_heads=1, head_dim=64, **layers)
+    choice = choose_heads_and_window(Budget.parse("40% cache at 2000"), model, 1024, lambda share, window: None)
+    assert choice.reason.endswith("% of the cache of the layers that see the whole text at 2,000 tokens")
