@@ -2,7 +2,8 @@
 
 Our mask function returns the padding mask `[B, S]` (or None) wherever the pattern is simply causal or bidirectional,
 so that memory stays O(S). Every other pattern (packed documents, sliding windows, prefixes, a caller's own overlay) is
-returned in full, `[B, 1, L, S]`; a linear layer then either applies it in its quadratic form or refuses.
+returned in full, `[B, 1, L, S]`; a linear layer then either applies it in its quadratic form or refuses. So is the mask
+of queries from another sequence (a view), which modules outside of Transformers' attention interface may read too.
 """
 
 from collections.abc import Callable
@@ -80,10 +81,12 @@ def _mask(
         if missing > 0:
             mask = torch.nn.functional.pad(mask, (0, missing), value=False)
         mask = mask[:, kv_offset:]
-        # In cross-attention the queries are another sequence. If this is no cross-attention, the layer will object.
-        same_sequence = causal or mask.shape[1] == kwargs.get("q_length")
+        queries = kwargs.get("q_length")
+        if not causal and mask.shape[1] != queries:
+            # Another sequence asks: cross-attention, or a module outside of the interface, which knows this form only.
+            return mask[:, None, None, :].expand(-1, 1, queries, -1)
         # Reading the values would break a graph; outside of one it saves every layer a pass over its keys and values.
-        if same_sequence and not torch.compiler.is_compiling() and bool(mask.all()):
+        if not torch.compiler.is_compiling() and bool(mask.all()):
             return None
         return mask
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
