@@ -66,6 +66,10 @@ def linear_attention_forward(
     )
     _check_direction(call, declared)
     boundaries = boundaries_of(kwargs, attention_mask)
+    if context.masks_causal is not None and attention_mask is not None and attention_mask.dim() == 2:
+        # The model has made a mask of the other direction, which exact attention follows.
+        call.causal = context.masks_causal
+        call.mask = AttentionInputs(query, key, value, scaling, call.causal, attention_mask).visible()
     if context.ranks is not None:
         _check_slice(call, boundaries)
     return _attend(call) if boundaries is None else _attend_packed(call, boundaries)

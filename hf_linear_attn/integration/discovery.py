@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..feature_maps.base import AttentionShape
 from . import source_guards
 from .context import attention_modules
-from .models import parent_names
+from .models import model_around, parent_names
 
 #: Names of modules that attend to another sequence.
 CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
@@ -35,6 +35,8 @@ class AttentionLayer:
         cross: Whether it attends to another sequence.
         span: "full", or what part of the sequence the layer attends to ("sliding window of 128", …).
         obstacle: Why this layer cannot be linear, or "".
+        masks_causal: Whether the masks that its model makes are causal, where its class or config says the opposite:
+            the layer then goes by its mask in calls with padding, and by its flag in others. None elsewhere.
     """
 
     name: str
@@ -43,6 +45,7 @@ class AttentionLayer:
     span: str
     obstacle: str
     causal: bool
+    masks_causal: bool | None = None
 
     @property
     def config(self) -> Any:
@@ -59,7 +62,8 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             causal = _is_causal(module, [modules[parent] for parent in parent_names(name)])
             kinds = (type(module).__name__, name.rpartition(".")[2])
             cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
-            layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal))
+            against = None if cross else _masks_against_flag(module, causal, modules[model_around(name, modules)])
+            layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, against))
     return layers
 
 
@@ -90,6 +94,19 @@ def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
         return True
     # Some decoders leave it to their mask. (Elsewhere the flag counts: embedding models take a causal model's code.)
     return any(source_guards.makes_causal_masks_only(cls) for cls in classes if cls.__name__.endswith("Decoder"))
+
+
+def _masks_against_flag(module: nn.Module, causal: bool, model: nn.Module) -> bool | None:
+    """Return the direction of the masks that a model makes for a module of the other one; None where they agree.
+
+    A flag that was set on the module itself says what its user wants, and counts for masks too.
+    """
+    source, masks = source_guards.direction_source(type(module)), source_guards.own_masks(type(model))
+    by_config = "use_bidirectional_attention" in source and config_value(module, "use_bidirectional_attention")
+    stated = "False" if by_config in (True, "all") else source
+    if stated != str(causal) or masks != {"bidirectional" if causal else "causal"}:
+        return None
+    return None if config_value(module, "is_causal", True) is False else not causal
 
 
 def foreign_attention(model: nn.Module, configs: set[int]) -> str:

@@ -169,7 +169,7 @@ def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: 
                 continue
             implementation = layer.config._attn_implementation or "eager"
             causal, declared = None if layer.cross else layer.causal, declared_direction(layer.module)
-            context = LayerContext(layer.name, implementation, causal, declared)
+            context = LayerContext(layer.name, implementation, causal, declared, layer.masks_causal)
             setattr(layer.module, LAYER_CONTEXT, context)
             configs.append(layer.config)
             if not layer.cross:

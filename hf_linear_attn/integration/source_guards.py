@@ -61,10 +61,24 @@ caps_logits = _guard("softcap")
 passes_sinks = _guard("s_aux=")
 
 
+def own_masks(cls: type) -> set[str]:
+    """Return the kinds of masks, causal or bidirectional, that a model makes for its own sequence."""
+    return set(re.findall(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(", forward_source(cls)))
+
+
 def makes_causal_masks_only(cls: type) -> bool:
     """Return whether a decoder makes a causal mask, and no bidirectional one, for its own sequence."""
-    masks = re.findall(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(", forward_source(cls))
-    return set(masks) == {"causal"}
+    return own_masks(cls) == {"causal"}
+
+
+@functools.cache
+def direction_source(cls: Any) -> str:
+    """Return the expression that sets `is_causal` in modules of the class; "" where there is none, or several."""
+    try:
+        values = re.findall(r"self\.is_causal = (.+)", inspect.getsource(cls.__init__))
+    except (OSError, TypeError):
+        return ""
+    return values[0].strip() if len(values) == 1 else ""
 
 
 def computes_softmax_from_mask(cls: type) -> bool:

@@ -64,6 +64,22 @@ def test_what_a_guard_sees(guard: str) -> None:
             assert see(find_class(model_type, name)) is answer, f"{guard}({name})"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name", "direction", "masks"),
+    [
+        ("aimv2", "Aimv2", "False", set()),
+        ("gemma", "Gemma", "not getattr(config, 'use_bidirectional_attention', False)", {"causal"}),
+        ("bert", "BertSelf", "is_causal", set()),
+        ("phi4_multimodal", "Phi4MultimodalVision", "True", {"bidirectional"}),
+    ],
+)
+def test_directions_of_layers_and_masks(model_type: str, name: str, direction: str, masks: set[str]) -> None:
+    source = source_guards.direction_source(find_class(model_type, f"{name}Attention"))
+    assert source.replace('"', "'") == direction
+    if masks:
+        assert source_guards.own_masks(find_class(model_type, f"{name}Model")) == masks
+
+
 @pytest.mark.parametrize(("model_type", "name", "reason"), OBSTACLES)
 def test_obstacles(model_type: str, name: str, reason: str) -> None:
     obstacle = source_guards.obstacle(find_class(model_type, name))

@@ -1,0 +1,101 @@
+"""Masks of vision and text towers: read outside of the attention interface, or of another direction than the layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Phi4MultimodalVisionConfig, Siglip2VisionConfig, Siglip2VisionModel
+from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalVisionModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.discovery import find_attention
+from tests.architectures.inputs import random, tokens
+from tests.architectures.models import architecture_model, enlarge_weights
+from tests.comparing import assert_close
+
+SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+#: A window that holds the whole input: the outputs are those of exact attention.
+WHOLE = {"window_size": 64}
+
+
+def outputs(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs)
+
+
+def test_the_pooling_head_of_siglip2_gets_a_mask_of_the_form_it_knows():
+    """It reads the mask of one probe a row by itself: two rows of different padding would exchange theirs."""
+    torch.manual_seed(0)
+    config = Siglip2VisionConfig(**SIZES, patch_size=4, num_patches=16)
+    model = Siglip2VisionModel(config).eval()
+    enlarge_weights(model)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 8:] = 0
+    inputs = {
+        "pixel_values": random(2, 16, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[4, 4], [2, 4]]),
+    }
+    exact = outputs(model, **inputs)
+    linear = outputs(hla.patch_model(model, "window", **WHOLE), **inputs)
+    real = mask.bool()
+    assert_close(linear.last_hidden_state[real], exact.last_hidden_state[real])
+    assert_close(linear.pooler_output, exact.pooler_output)
+
+
+@pytest.mark.parametrize("plan", ["window", {"0": {"attention": "window", **WHOLE}}], ids=["linear", "mixed"])
+def test_a_padded_image_is_seen_from_both_sides_by_layers_that_are_causal_by_their_flag(plan):
+    """The vision tower of Phi-4 makes a bidirectional mask where there is padding, and none elsewhere."""
+    torch.manual_seed(0)
+    config = Phi4MultimodalVisionConfig(**SIZES, image_size=16, patch_size=4)
+    model = Phi4MultimodalVisionModel(config).eval()
+    enlarge_weights(model)
+    mask = torch.ones(2, 4, 4, dtype=torch.bool)
+    mask[1, :, 2:] = False
+    pixels = random(2, 3, 16, 16)
+    exact = [outputs(model, pixel_values=pixels, patch_attention_mask=one)[0] for one in (None, mask)]
+    hla.patch_model(model, plan, **(WHOLE if plan == "window" else {}))
+    linear = [outputs(model, pixel_values=pixels, patch_attention_mask=one)[0] for one in (None, mask)]
+    assert_close(linear[0], exact[0])
+    assert_close(linear[1][mask.flatten(1)], exact[1][mask.flatten(1)])
+
+
+@pytest.mark.parametrize("layers", [None, [0]], ids=str)
+def test_a_padded_text_is_causal_in_layers_that_are_bidirectional_by_their_flag(layers):
+    """The text tower of AIMv2 makes a causal mask where there is padding."""
+    model, ids = architecture_model("aimv2_text_model"), tokens()
+    mask = torch.ones(2, 14, dtype=torch.long)
+    mask[1, 9:] = 0
+    exact = [outputs(model, input_ids=ids, attention_mask=one)[0] for one in (None, mask)]
+    hla.patch_model(model, "window", layers=layers, **WHOLE)
+    linear = [outputs(model, input_ids=ids, attention_mask=one)[0] for one in (None, mask)]
+    assert_close(linear[0], exact[0])
+    assert_close(linear[1][mask.bool()], exact[1][mask.bool()])
+
+
+def test_a_padded_prompt_of_paligemma_is_causal():
+    """Its layers are bidirectional by their config; the mask is causal, and there is one where there is padding."""
+    model, ids = architecture_model("paligemma"), tokens()
+    mask = torch.ones(2, 14, dtype=torch.long)
+    mask[1, :5] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    exact = outputs(model, **inputs, use_cache=False).logits
+    hla.patch_model(model, "window", **WHOLE)
+    assert_close(outputs(model, **inputs, use_cache=False).logits[mask.bool()], exact[mask.bool()])
+    with pytest.raises(NotImplementedError, match="use_cache=False"):
+        model(**inputs, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("aimv2", {None, True}),
+        ("paligemma", {None, True}),
+        ("clip", {None}),
+        ("bert", {None}),
+        ("llama", {None}),
+        ("bart", {None}),
+    ],
+)
+def test_which_masks_are_against_the_flag_of_their_layers(model_type, expected):
+    assert {layer.masks_causal for layer in find_attention(architecture_model(model_type))} == expected
