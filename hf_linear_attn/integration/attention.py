@@ -18,7 +18,7 @@ from .cache import LinearStateLayer, self_attention_cache, state_layer
 from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
 from .discovery import Direction, config_value, declared_direction
 from .exact import attention_weights_requested, run_exact
-from .mask import check_length, full_mask_to_bool, linear_attention_mask
+from .mask import check_length, full_mask_to_bool, linear_attention_mask, padding_of
 from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_numbers, documents_of, run_packed
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ def linear_attention_forward(
     causal = getattr(module, "is_causal", True) if context.causal is None else context.causal
     declared = declared_direction(module)
     causal = bool(causal if is_causal is None else is_causal) and declared.allowed
+    if not causal:
+        attention_mask = padding_of(attention_mask)
     call = InterfaceCall(
         module, context, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
     )

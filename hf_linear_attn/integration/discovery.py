@@ -63,6 +63,8 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             kinds = (type(module).__name__, name.rpartition(".")[2])
             cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
             against = None if cross else _masks_against_flag(module, causal, modules[model_around(name, modules)])
+            if against is not None and config_value(module, "_attn_implementation") == "eager":
+                causal, against = against, None  # Eager attention reads masks only.
             layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, against))
     return layers
 
@@ -99,12 +101,14 @@ def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
 def _masks_against_flag(module: nn.Module, causal: bool, model: nn.Module) -> bool | None:
     """Return the direction of the masks that a model makes for a module of the other one; None where they agree.
 
-    A flag that was set on the module itself says what its user wants, and counts for masks too.
+    A flag that was set on the module itself says what its user wants, and counts for masks too: only one that its class
+    sets, or takes as an argument, is against its model.
     """
-    source, masks = source_guards.direction_source(type(module)), source_guards.own_masks(type(model))
+    kind: Any = type(module)
+    source, masks = source_guards.direction_source(kind), source_guards.own_masks(type(model))
     by_config = "use_bidirectional_attention" in source and config_value(module, "use_bidirectional_attention")
     stated = "False" if by_config in (True, "all") else source
-    if stated != str(causal) or masks != {"bidirectional" if causal else "causal"}:
+    if stated not in (str(causal), "is_causal") or masks != {"bidirectional" if causal else "causal"}:
         return None
     return None if config_value(module, "is_causal", True) is False else not causal
 

@@ -81,7 +81,7 @@ def _mask(
         if missing > 0:
             mask = torch.nn.functional.pad(mask, (0, missing), value=False)
         mask = mask[:, kv_offset:]
-        queries = kwargs.get("q_length")
+        queries: Any = kwargs.get("q_length")
         if not causal and mask.shape[1] != queries:
             # Another sequence asks: cross-attention, or a module outside of the interface, which knows this form only.
             return mask[:, None, None, :].expand(-1, 1, queries, -1)
@@ -103,6 +103,14 @@ def check_length(mask: Tensor, seen: Any, new: Any) -> None:
             f"({seen} in the cache and {new} new ones) and no others. Pass a mask [batch, {seen + new}]; if it has "
             "columns for tokens before these, pass their cache, too."
         )
+
+
+def padding_of(mask: Tensor | None) -> Tensor | None:
+    """Return the padding mask `[B, S]` of a boolean `[B, 1, L, S]` whose queries all see the same keys by its shape or
+    strides, as `linear_attention_mask` makes it; any other mask as it is."""
+    if mask is None or mask.dim() != 4 or mask.dtype != torch.bool or mask.shape[1] != 1:
+        return mask
+    return mask[:, 0, 0] if mask.stride(2) == 0 or mask.shape[2] == 1 else mask
 
 
 def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:

@@ -619,14 +619,15 @@ def inside_window(
     """Return which keys lie in the window of each query, `[B | 1, 1, L, S]`.
 
     Queries are the tokens from `start` on (None: the last). Distances are among real tokens (causal, mask `[B, S]`) or
-    in the sequence.
+    in the sequence. A full mask may show later keys in a causal call, too: the near ones are inside then.
     """
     position = torch.arange(key.shape[2], device=key.device).unsqueeze(0)
     if causal and mask is not None and mask.dim() == 2:
         position = mask.long().cumsum(dim=1)
     start = key.shape[2] - query.shape[2] if start is None else start
     distance = position[:, None, start : start + query.shape[2], None] - position[:, None, None, :]
-    return (distance.abs() < window) & ((distance >= 0) | (not causal))
+    shows_later = not causal or (mask is not None and mask.dim() == 4)
+    return (distance.abs() < window) & ((distance >= 0) | shows_later)
 
 
 def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor) -> Tensor:

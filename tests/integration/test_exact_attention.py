@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, MllamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
@@ -126,6 +127,29 @@ def test_cross_attention_without_a_flag_stays_what_it_was(implementation: str) -
     hla.patch_model(model, "elu")
     with hla.exact_attention(model):
         assert_close(model(**inputs).logits, expected)
+
+
+@torch.no_grad()
+def test_flash_attention_gets_the_padding_of_cross_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = tiny_model("bart"), []
+
+    def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append(mask)
+        return sdpa_attention_forward(module, query, key, value, mask[:, None, None, :], **kwargs)
+
+    AttentionInterface.register("flash_stub", flash)
+    ids, mask = token_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    hla.patch_model(model, "elu")
+    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": token_ids(2, 4)}
+    expected = model(**inputs)[0]
+    for module in model.modules():
+        context = layer_context(module)
+        if context is not None and context.causal is None:
+            monkeypatch.setattr(context, "exact_implementation", "flash_stub")
+    assert torch.equal(model(**inputs)[0], expected)
+    assert seen
+    assert all(torch.equal(padding, mask.bool()) for padding in seen)
 
 
 @torch.no_grad()

@@ -9,9 +9,12 @@ from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4Mul
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.discovery import find_attention
-from tests.architectures.inputs import random, tokens
+from tests.architectures.inputs import find_inputs, random, tokens
 from tests.architectures.models import architecture_model, enlarge_weights
 from tests.comparing import assert_close
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import LLAMA
 
 SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 #: A window that holds the whole input: the outputs are those of exact attention.
@@ -84,6 +87,28 @@ def test_a_padded_prompt_of_paligemma_is_causal():
     assert_close(outputs(model, **inputs, use_cache=False).logits[mask.bool()], exact[mask.bool()])
     with pytest.raises(NotImplementedError, match="use_cache=False"):
         model(**inputs, use_cache=True)
+
+
+@pytest.mark.parametrize(("model_type", "output"), [("bridgetower", "pooler_output"), ("lightglue", "matching_scores")])
+def test_layers_that_are_causal_by_their_flag_alone_see_later_tokens(model_type, output):
+    """Eager attention reads masks only (BridgeTower has no other), and a full mask shows what it shows (LightGlue)."""
+    model = architecture_model(model_type)
+    inputs = find_inputs(model)
+    exact = outputs(model, **inputs)[output]
+    hla.patch_model(model, "window", **WHOLE)
+    assert_close(outputs(model, **inputs)[output], exact)
+
+
+def test_a_full_mask_that_shows_later_tokens_puts_the_near_ones_into_the_window():
+    model, ids = patched("window", LLAMA, window_size=4, sink_tokens=0), token_ids(1, 12)
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    mask[:, :, 2:9, 2:9] = True
+    seen = []
+    with hla.observe_attention(model, lambda call: seen.append(call.outside())):
+        outputs(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    number = torch.arange(12)
+    near = (number[:, None] - number).abs() < 4
+    assert all(torch.equal(outside.expand(1, 1, 12, 12), mask & ~near) for outside in seen)
 
 
 @pytest.mark.parametrize(
