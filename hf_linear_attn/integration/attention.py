@@ -61,16 +61,15 @@ def linear_attention_forward(
     causal = getattr(module, "is_causal", True) if context.causal is None else context.causal
     declared = declared_direction(module)
     causal = bool(causal if is_causal is None else is_causal) and declared.allowed
+    boundaries = boundaries_of(kwargs, attention_mask)
     if not causal:
         attention_mask = padding_of(attention_mask)
     call = InterfaceCall(
         module, context, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
     )
     _check_direction(call, declared)
-    boundaries = boundaries_of(kwargs, attention_mask)
-    if context.masks_causal is not None and attention_mask is not None and attention_mask.dim() == 2:
-        # The model has made a mask of the other direction, which exact attention follows.
-        call.causal = context.masks_causal
+    if context.masks_causal and attention_mask is not None and attention_mask.dim() == 2:
+        call.causal = True
         call.mask = AttentionInputs(query, key, value, scaling, call.causal, attention_mask).visible()
     if context.ranks is not None:
         _check_slice(call, boundaries)

@@ -42,8 +42,8 @@ class LayerContext:
     causal: bool | None
     #: The `discovery.Direction` that the module declared when it was patched.
     declared: tuple[bool, bool] | None = None
-    #: Whether the masks of its model are causal where it is not itself, or the reverse (see `AttentionLayer`).
-    masks_causal: bool | None = None
+    #: Whether its model makes causal masks for it, though it is bidirectional by its flag (see `AttentionLayer`).
+    masks_causal: bool = False
     runs_exactly: bool = False
     #: The mechanism of the layer with its options; None where it is exact.
     layer_config: LayerConfig | None = None

@@ -35,8 +35,8 @@ class AttentionLayer:
         cross: Whether it attends to another sequence.
         span: "full", or what part of the sequence the layer attends to ("sliding window of 128", …).
         obstacle: Why this layer cannot be linear, or "".
-        masks_causal: Whether the masks that its model makes are causal, where its class or config says the opposite:
-            the layer then goes by its mask in calls with padding, and by its flag in others. None elsewhere.
+        masks_causal: Whether its model makes causal masks for it, though it is bidirectional by its class or config: it
+            goes by its mask in calls with padding, then, and by its flag in others, as exact attention does.
     """
 
     name: str
@@ -45,7 +45,7 @@ class AttentionLayer:
     span: str
     obstacle: str
     causal: bool
-    masks_causal: bool | None = None
+    masks_causal: bool = False
 
     @property
     def config(self) -> Any:
@@ -65,7 +65,7 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             against = None if cross else _masks_against_flag(module, causal, modules[model_around(name, modules)])
             if against is not None and config_value(module, "_attn_implementation") == "eager":
                 causal, against = against, None  # Eager attention reads masks only.
-            layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, against))
+            layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, bool(against)))
     return layers
 
 

@@ -1,9 +1,9 @@
 """Masks: what the model builds once per forward, and what the layers make of it.
 
-Our mask function returns the padding mask `[B, S]` (or None) wherever the pattern is simply causal or bidirectional,
-so that memory stays O(S). Every other pattern (packed documents, sliding windows, prefixes, a caller's own overlay) is
-returned in full, `[B, 1, L, S]`; a linear layer then either applies it in its quadratic form or refuses. So is the mask
-of queries from another sequence (a view), which modules outside of Transformers' attention interface may read too.
+Our mask function returns the padding mask wherever the pattern is simply causal, `[B, S]`, or bidirectional, as a view
+`[B, 1, L, S]` (which modules outside of Transformers' attention interface may read, too), or None: memory stays O(S).
+Every other pattern (packed documents, sliding windows, prefixes, a caller's own overlay) is returned in full,
+`[B, 1, L, S]`; a linear layer then either applies it in its quadratic form or refuses.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ def linear_attention_mask(**arguments: Any) -> Tensor | None:
     """Return the mask of a forward pass; registered with `AttentionMaskInterface`.
 
     Returns:
-        `[B, S]` True for real tokens, a full mask `[B, 1, L, S]`, or None where every token is real. The mask of a
-        packed batch carries the boundaries of its documents.
+        `[B, S]` True for real tokens (if bidirectional a view `[B, 1, L, S]` of it), a full mask `[B, 1, L, S]`, or
+        None where every token is real. The mask of a packed batch carries the boundaries of its documents.
     """
     run = forward_context.packed_run()
     sizes = (arguments.get("batch_size"), arguments.get("q_length"), arguments.get("kv_length"))
@@ -81,14 +81,13 @@ def _mask(
         if missing > 0:
             mask = torch.nn.functional.pad(mask, (0, missing), value=False)
         mask = mask[:, kv_offset:]
+        # In cross-attention the queries are another sequence. If this is no cross-attention, the layer will object.
         queries: Any = kwargs.get("q_length")
-        if not causal and mask.shape[1] != queries:
-            # Another sequence asks: cross-attention, or a module outside of the interface, which knows this form only.
-            return mask[:, None, None, :].expand(-1, 1, queries, -1)
+        same_sequence = causal or mask.shape[1] == queries
         # Reading the values would break a graph; outside of one it saves every layer a pass over its keys and values.
-        if not torch.compiler.is_compiling() and bool(mask.all()):
+        if same_sequence and not torch.compiler.is_compiling() and bool(mask.all()):
             return None
-        return mask
+        return mask if causal else mask[:, None, None, :].expand(-1, 1, queries, -1)
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
         kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **kwargs
