@@ -77,7 +77,7 @@ def forward(model: PreTrainedModel, inputs: Inputs) -> Any:
 
 
 def outputs(model: PreTrainedModel, inputs: Inputs) -> list[Tensor]:
-    """All floating outputs, without caches."""
+    """All floating outputs, without caches and attention weights."""
     with torch.no_grad():
         return list(floating_tensors(forward(model, inputs)))
 
@@ -88,7 +88,7 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
             yield value
     elif isinstance(value, dict):
         for name, part in value.items():
-            if "past" not in str(name) and "cache" not in str(name):
+            if not any(part in str(name) for part in ("past", "cache", "attentions")):
                 yield from floating_tensors(part)
     elif isinstance(value, (list, tuple)):
         for part in value:
@@ -329,12 +329,16 @@ def _examine(model: PreTrainedModel, inputs: Inputs | None, result: Result) -> N
         result.outcome, result.detail = REFUSED, result.checks["effect"]
 
 
+def _plan(default: Any, result: Result) -> dict[str, Any]:
+    return {"default": default, **dict.fromkeys(result.left_out, "softmax")}
+
+
 def patch(model: PreTrainedModel, result: Result) -> PreTrainedModel:
     """Patch all that can be: where a layer is refused by name, follow the advice and leave that layer out."""
     refusal: Exception | None = None
     while True:
         try:
-            return hla.patch_model(model, {"default": result.attention, **dict.fromkeys(result.left_out, "softmax")})
+            return hla.patch_model(model, _plan(result.attention, result))
         except NotImplementedError as error:
             refusal = refusal or error
             if not _leave_out(model, error, result):
@@ -377,6 +381,22 @@ def check(model: PreTrainedModel, inputs: Inputs, result: Result) -> None:
     again = outputs(model, {name: value for name, value in inputs.items() if name != "use_cache"})
     same = list(model.state_dict()) == keys and (not repeatable or bit_equal(before, again))
     result.checks["unpatch"] = "passed" if same else "failed: outputs differ from those before patch_model"
+    if not result.checks["effect"].startswith("refused"):
+        result.checks["whole window"] = _whole_window(model, inputs, again, result) if repeatable else "n/a: random"
+
+
+def _whole_window(model: PreTrainedModel, inputs: Inputs, exact: list[Tensor], result: Result) -> str:
+    """Whether a window that holds the whole input gives the outputs of exact attention: the same mask and direction."""
+    try:
+        hla.patch_model(model, _plan({"attention": "window", "window_size": 4096}, result))
+        actual = outputs(model, inputs)
+    except REFUSALS as error:
+        return f"refused: {error}" if _raised_by_the_package(error) else f"failed: {error}"
+    finally:
+        if hla.is_patched(model):
+            hla.unpatch_model(model)
+    worst = max(relative_difference(*pair) for pair in zip(actual, exact, strict=True))
+    return "passed" if worst <= TOLERANCE else f"failed: outputs differ by {worst:.1e}"
 
 
 def _patched_outputs(model: PreTrainedModel, inputs: Inputs, result: Result) -> tuple[Inputs, list[Tensor]]:
