@@ -62,9 +62,10 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             causal = _is_causal(module, [modules[parent] for parent in parent_names(name)])
             kinds = (type(module).__name__, name.rpartition(".")[2])
             cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
-            against = None if cross else _masks_against_flag(module, causal, modules[model_around(name, modules)])
-            if against is not None and config_value(module, "_attn_implementation") == "eager":
-                causal, against = against, None  # Eager attention reads masks only.
+            around: Any = modules[model_around(name, modules)]
+            against = None if cross else _masks_against_flag(module, causal, around)
+            if against is not None and not getattr(around, "_supports_sdpa", False):
+                causal, against = against, None  # Its only implementation, eager attention, reads masks only.
             layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, bool(against)))
     return layers
 
