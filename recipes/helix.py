@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 import hf_linear_attn as hla
-from hf_linear_attn.feature_maps.base import AttentionShape, FeatureFunctions, constant_parameter, option
+from hf_linear_attn.feature_maps.base import AttentionShape, FeatureFunctions, constant_parameter
 from hf_linear_attn.feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from hf_linear_attn.ops.common import FeatureFunction, Features
+from hf_linear_attn.utils.options import option
 
 #: Residues of a turn, and of a segment in a membrane.
 TURN, SEGMENT = 3.6, 20

@@ -1,10 +1,7 @@
 """What a feature map is: the φ of kernelized attention, with the shape and the options that it is built for."""
 
-import functools
-from dataclasses import dataclass, field, fields
-from numbers import Real
-from types import NoneType
-from typing import Any, Literal, dataclass_transform, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, dataclass_transform
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +9,7 @@ from torch import Tensor, nn
 from ..ops.common import FeatureFunction, Features
 from ..ops.formulas import FusedMaps
 from ..registry import FEATURE_MAPS
+from ..utils.options import OptionError, check_options, option
 
 
 @dataclass(frozen=True)
@@ -35,32 +33,15 @@ class AttentionShape:
         return 4 * self.num_key_value_heads * (self.head_dim + self.value_dim)
 
 
-_INTERVALS_TEXT = {"(0, inf)": "be positive", "(-inf, inf)": "be finite"}
-
-
-def option(default: Any, help: str, *, least: int | None = None, within: str | None = None, **metadata: Any) -> Any:
-    """Return a field of `Options`.
-
-    Args:
-        default: The default value.
-        help: One line for users.
-        least: The least value of an integer, 0 or 1.
-        within: The interval of a number, such as `"[0, 1)"`.
-        metadata: More of the field's metadata: `parity`, `"even"` or `"odd"`, of an integer with a least value, and
-            `before` (see `config.py`).
-    """
-    return field(default=default, metadata={"help": help, "least": least, "within": within, **metadata})
-
-
 def epsilon_option(default: float, added_to: str = "every feature") -> Any:
     """Return the field of a small number that leaves no query without any weight."""
     help = f"added to {added_to}; a query that shares no feature with any key then attends to their average"
-    return option(default, help, within="[0, 1)")
+    return option(default, help, least=0, below=1)
 
 
 def decay_option(what: str = "share of the state that is forgotten") -> Any:
     """Return the field of a decay at the start of training."""
-    return option(1e-2, f"{what} per token at the start, in (0, 0.5]", within="(0, 0.5]")
+    return option(1e-2, f"{what} per token at the start, in (0, 0.5]", above=0, most=0.5)
 
 
 @dataclass_transform(frozen_default=True)
@@ -68,49 +49,17 @@ def decay_option(what: str = "share of the state that is forgotten") -> Any:
 class Options:
     """Base class of options, whose subclasses are frozen dataclasses without a decorator.
 
-    A value outside of its field's limits or `Literal` choices is a ValueError.
+    A value of another type than that of its field, made by `option`, or out of its bounds is a ValueError.
     """
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
-        own_class: Any = type(self)
-        for entry in fields(self):
-            value, hints = getattr(self, entry.name), _field_hints(own_class)[entry.name]
-            choices = [None] if NoneType in hints else []
-            choices += [choice for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)]
-            limit = _unmet_limit(value, *(entry.metadata.get(name) for name in ("least", "within", "parity")))
-            only_choices = all(hint is NoneType or get_origin(hint) is Literal for hint in hints)
-            if value in choices or not (limit or only_choices):
-                continue
-            names = [repr(choice) for choice in choices]
-            first, *others = [limit, *names] if limit else [f"be {names[0]}", *names[1:]]
-            requirement = ", ".join([first, *others[:-1]]) + "".join(f" or {last}" for last in others[-1:])
-            raise ValueError(f"{entry.name} must {requirement}, got {value!r}.")
-
-
-@functools.cache
-def _field_hints(options: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the types in the union that each field is annotated with."""
-    hints = get_type_hints(options)
-    return {name: (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,) for name, hint in hints.items()}
-
-
-def _unmet_limit(value: Any, least: int | None, within: str | None, parity: str | None) -> str | None:
-    if least is not None:
-        met = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if not met or (parity is not None and value % 2 != (parity == "odd")):
-            return " ".join(["be a", "positive" if least else "non-negative", *([parity] if parity else []), "integer"])
-    if within is None:
-        return None
-    low, high = (float(bound) for bound in within[1:-1].split(","))
-    if isinstance(value, Real):
-        number = float(value)
-        above = number >= low if within[0] == "[" else number > low
-        if above and (number <= high if within[-1] == "]" else number < high):
-            return None
-    return _INTERVALS_TEXT.get(within, f"lie in {within}")
+        try:
+            check_options(self)
+        except OptionError as error:
+            raise ValueError(f"{error.field} {error.text}") from None
 
 
 FeatureFunctions = tuple[FeatureFunction, FeatureFunction, FusedMaps | None]

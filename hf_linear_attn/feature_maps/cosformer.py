@@ -9,7 +9,8 @@ from torch import Tensor
 from ..ops.common import Features
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, Options, epsilon_option, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap, Options, epsilon_option
 
 
 class CosformerOptions(Options):

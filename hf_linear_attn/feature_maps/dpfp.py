@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..ops.common import Features
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, Options, epsilon_option, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap, Options, epsilon_option
 
 
 class DpfpOptions(Options):

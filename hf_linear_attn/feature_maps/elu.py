@@ -4,11 +4,12 @@ from torch import Tensor
 
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, Options, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap, Options
 
 
 class EluOptions(Options):
-    alpha: float = option(1.0, "α of the elu; in (0, 1] elu(x) + 1 stays positive", within="(0, 1]")
+    alpha: float = option(1.0, "α of the elu; in (0, 1] elu(x) + 1 stays positive", above=0, most=1)
     split_scaling: bool = option(False, "multiply q and k by √τ first (the paper takes them raw)")
 
 

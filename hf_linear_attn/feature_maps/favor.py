@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..ops.common import Features
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap
 from .random_features import RandomFeatureOptions, layer_seed
 
 #: Added to the seed of the rows for the phases, which would otherwise repeat their random bits.

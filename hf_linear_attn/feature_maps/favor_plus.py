@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap
 from .random_features import RandomFeatureOptions
 
 #: Spreads the seeds of successive draws of one layer.

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from ..ops.formulas import Activation, FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, Options, constant_parameter, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap, Options, constant_parameter
 from .random_features import unit_rows
 
 #: Rows of W for heads below 64, by default. A converted all-MiniLM-L6-v2 (heads of 32) had on STS-B a correlation of
@@ -27,7 +28,7 @@ class HedgehogOptions(Options):
         "'softmax': [softmax(y), softmax(-y)]; 'exp' (the paper's): [exp(y), exp(-y)]; 'joint': softmax([2y, -2y])",
     )
     temperature: float | None = option(
-        None, "factor s of the features' logits (None: √(τd), from the second-order match)", within="(0, inf)"
+        None, "factor s of the features' logits (None: √(τd), from the second-order match)", above=0
     )
 
 

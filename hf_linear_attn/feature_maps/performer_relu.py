@@ -10,7 +10,8 @@ from torch.nn import functional
 from ..ops.common import Features
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, epsilon_option, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap, epsilon_option
 from .random_features import RandomFeatureOptions
 
 #: Nonlinearities that are never negative, but for `relu` and `exp`, which have a formula and a log scale.

@@ -6,7 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, Options, option
+from ..utils.options import option
+from .base import AttentionShape, Options
 
 #: Spreads the seeds of neighbouring layers.
 LAYER_SEED_STRIDE = 1_000_003

@@ -5,15 +5,14 @@ from torch import Tensor, nn
 
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, Options, constant_parameter, epsilon_option, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap, Options, constant_parameter, epsilon_option
 from .random_features import unit_rows
 
 
 class T2ROptions(Options):
     num_features: int | None = option(None, "number of features m per head (None: four times the head size)", least=1)
-    bias_init: float = option(
-        -1.0, "start of b; below 0 only keys well aligned with a feature count: spikier weights", within="(-inf, inf)"
-    )
+    bias_init: float = option(-1.0, "start of b; below 0 only keys well aligned with a feature count: spikier weights")
     epsilon: float = epsilon_option(0.01)
 
 

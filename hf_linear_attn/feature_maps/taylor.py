@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from ..ops.common import Features
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, Options, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap, Options
 from .random_features import gaussian_features
 
 

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, Options, constant_parameter, option
+from ..utils.options import option
+from .base import AttentionShape, FeatureMap, Options, constant_parameter
 from .random_features import unit_rows
 
 #: Steps of Lloyd's algorithm, which ends earlier where no key changes its code.

@@ -5,10 +5,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..feature_maps.base import Options, option
+from ..feature_maps.base import Options
 from ..ops import efficient as ops
 from ..ops.common import State, mask_tokens
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option, option
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..ops import gated_delta as ops
 from ..ops.calls import GatedCall
 from ..ops.common import Features, State
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 #: Smallest β: what is written by it stays well above the rounding of float32.
@@ -26,7 +27,8 @@ class GatedDeltaOptions(Options):
     initial_rate: float = option(
         1e-2,
         "β at the start, in (0.0001, 1): near 0 values are averaged, near 1 the last one replaces",
-        within=f"({MIN_RATE}, 1)",
+        above=MIN_RATE,
+        below=1,
     )
 
 

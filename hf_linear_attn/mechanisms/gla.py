@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option, option
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..feature_maps.random_features import gaussian_features
 from ..ops import backends
@@ -14,6 +14,7 @@ from ..ops import gated as ops
 from ..ops.calls import GatedCall
 from ..ops.common import State
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 

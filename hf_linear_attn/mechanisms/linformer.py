@@ -5,11 +5,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape, Options, option
+from ..feature_maps.base import AttentionShape, Options
 from ..feature_maps.random_features import gaussian
 from ..ops import linformer as ops
 from ..ops.common import State, compute_dtype, mask_tokens
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 

@@ -2,10 +2,11 @@
 
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape, Options, option
+from ..feature_maps.base import AttentionShape, Options
 from ..ops import linformer as ops
 from ..ops.common import State
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape, Options, option
+from ..feature_maps.base import AttentionShape, Options
 from ..feature_maps.random_features import gaussian, layer_seed
 from ..ops import luna as ops
 from ..ops.common import State
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 #: Standard deviations of P at the start, measured on pretrained models. Bidirectional: each row of P should find a few
@@ -28,7 +29,7 @@ class LunaOptions(Options):
     )
     scale_query: bool = option(False, "causal form: multiply q·k by τ, as the weights are")
     init_scale: float | None = option(
-        None, "standard deviation of P at the start (None: 2 bidirectional, 0.1 causal)", within="(0, inf)"
+        None, "standard deviation of P at the start (None: 2 bidirectional, 0.1 causal)", above=0
     )
     seed: int = option(0, "seed of the start of P; layers draw different ones from it", least=0)
 

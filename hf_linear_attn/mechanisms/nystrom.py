@@ -2,10 +2,11 @@
 
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
+from ..feature_maps.base import AttentionShape, Options, constant_parameter
 from ..ops import nystrom as ops
 from ..ops.common import State
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 

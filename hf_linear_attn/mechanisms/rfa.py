@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option, option
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option
 from ..feature_maps.random_features import gaussian_features, layer_seed
 from ..ops import backends, gated, kernelized
 from ..ops.calls import GatedCall, KernelizedCall
 from ..ops.common import Features, State, compute_dtype
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 
 class RFAOptions(Options):
     num_features: int = option(256, "number of features m, two of each random row (even)", least=1, parity="even")
-    sigma_init: float = option(1.0, "start of the learned scales σ of the random rows", within="(0, inf)")
+    sigma_init: float = option(1.0, "start of the learned scales σ of the random rows", above=0)
     gate: bool = option(True, "learned forgetting, in causal layers")
     initial_decay: float = decay_option()
     seed: int = option(0, "seed of the random rows; layers draw different ones from it", least=0)

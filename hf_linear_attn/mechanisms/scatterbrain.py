@@ -4,11 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..feature_maps.base import AttentionShape, FeatureFunctions, option
+from ..feature_maps.base import AttentionShape, FeatureFunctions
 from ..feature_maps.random_features import gaussian, layer_seed
 from ..ops import buckets, windowed
 from ..ops.common import Features, State, mask_tokens, weighted_mean
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs
 from .window import HybridAttention, HybridOptions
 

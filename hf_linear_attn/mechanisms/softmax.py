@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..config import CacheDtype
-from ..feature_maps.base import AttentionShape, Options, option
+from ..feature_maps.base import AttentionShape, Options
 from ..ops.common import State, compute_dtype, mask_tokens, softmax_rows
 from ..ops.int8 import append, row_size, stored_dtype, to_dtype
 from ..ops.prepared import prepare_exact, run_prepared
 from ..registry import register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 
 #: The name of exact attention in the registry.

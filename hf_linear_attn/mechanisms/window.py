@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import CacheDtype
-from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap, Options, constant_parameter, option
+from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap, Options, constant_parameter
 from ..ops import backends, parallel
 from ..ops import windowed as ops
 from ..ops.calls import Mix, WindowedCall
@@ -17,6 +17,7 @@ from ..ops.int8 import stored_dtype
 from ..ops.prepared import prepare, run_prepared
 from ..ops.sinks import end_positions, sink_pairs
 from ..registry import FEATURE_MAPS, build_options, register_attention
+from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 from .softmax import softmax_attention
 

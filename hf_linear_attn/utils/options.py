@@ -7,10 +7,10 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
-from types import NoneType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
 
@@ -40,28 +40,64 @@ class OptionError(ValueError):
         return f"{self.field}: {self.text}"
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of a number, or of each entry of a list. Fractions must be finite anyway.
+
+    Args:
+        least: The smallest value.
+        above: The value must be greater than this number.
+        below: The value must be smaller than this number.
+        most: The largest value.
+        parity: Whether a whole number must be even or odd.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    most: float | None = None
+    parity: Literal["even", "odd"] | None = None
+
+    def include(self, value: Any) -> bool:
+        # Negated comparisons would let NaN pass.
+        return (
+            not isinstance(value, bool)
+            and math.isfinite(value)
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.most is None or value <= self.most)
+            and (self.parity is None or value % 2 == (self.parity == "odd"))
+        )
+
+    def describe(self, kind: str) -> str:
+        """Return the name of a type of numbers, such as "a whole number", with these bounds."""
+        numbers = {"of at least": self.least, "above": self.above, "of at most": self.most, "below": self.below}
+        texts = [f"{word} {number}" for word, number in numbers.items() if number is not None]
+        named = kind.replace("a whole", f"an {self.parity} whole") if self.parity else kind
+        return " ".join([named, " and ".join(texts)]).strip()
+
+
 def option(
     default: Any = MISSING,
     help: str = "",
     *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
     common: bool = False,
     factory: Any = MISSING,
+    before: Any = MISSING,
+    **bounds: Any,
 ) -> Any:
     """Return a dataclass field that is an option. Its choices are those of its type, a `Literal`.
 
     Args:
         default: The default value. Without one (and without `factory`) the option is required.
         help: One line for `--help`.
-        least: The smallest value. Of a list, it and the other bounds are those of every entry.
-        above: The value must be greater than this number.
-        below: The value must be smaller than this number.
         common: Whether the option is one of those that most users need.
         factory: Makes the default value, where it is mutable or a section.
+        before: What checkpoints have that were saved before a mechanism had the option.
+        bounds: Those of `Bounds`.
     """
-    metadata = {"help": help, "common": common, "bounds": {"least": least, "above": above, "below": below}}
+    metadata = {"help": help, "common": common, "bounds": bounds, **({} if before is MISSING else {"before": before})}
     if factory is not MISSING:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -79,33 +115,29 @@ def check_options(config: Any) -> None:
             check_value(entry.name, getattr(config, entry.name), hints[entry.name], **entry.metadata["bounds"])
 
 
-def check_value(
-    name: str,
-    value: Any,
-    hint: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Check one value against a type, such as `int | None`, `Literal["a", "b"]` or `tuple[int, ...]`, and bounds.
+def check_value(name: str, value: Any, hint: Any, **bounds: Any) -> None:
+    """Check one value against a type, such as `int | None`, `Literal["a", "b"]` or `tuple[int, ...]`, and `Bounds`.
 
     Raises:
         OptionError: The value is of another type, out of bounds, not finite, or a list with an entry twice.
     """
-    kind, is_optional = without_none(hint)
-    is_list = get_origin(kind) is tuple
-    if value is None and is_optional:
+    kinds = [kind for kind in _union(hint) if kind is not NoneType]
+    if value is None and NoneType in _union(hint):
         return
+    limits, is_list = Bounds(**bounds), get_origin(kinds[0]) is tuple
     entries = value if is_list and isinstance(value, (tuple, list)) else (value,)
-    entry_kind = get_args(kind)[0] if is_list else kind
+    entry_kinds = get_args(kinds[0])[:1] if is_list else kinds
     valid = not is_list or isinstance(value, (tuple, list))
-    if not valid or not all(_is_valid(entry, entry_kind, least, above, below) for entry in entries):
-        bounds = {"of at least": least, "above": above, "below": below}
-        limits = " and".join(f" {word} {bound}" for word, bound in bounds.items() if bound is not None)
-        raise OptionError(name, f"must be {type_name(kind)}{limits}, got {value!r}.")
+    if not valid or not all(any(_is_valid(entry, kind, limits) for kind in entry_kinds) for entry in entries):
+        first, *others = map(type_name, kinds)
+        raise OptionError(name, f"must be {' or '.join([limits.describe(first), *others])}, got {value!r}.")
     if len(set(map(repr, entries))) < len(entries):
         raise OptionError(name, f"has an entry twice: {', '.join(map(str, entries))}.")
+
+
+def _union(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
@@ -117,27 +149,19 @@ def without_none(hint: Any) -> tuple[Any, bool]:
 def type_name(kind: Any) -> str:
     """Return what error messages call a value of a type."""
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
+        choices = [*map(repr, get_args(kind))]
+        return f"one of {', '.join(choices)}" if choices[1:] else choices[0]
     if get_origin(kind) is tuple:
         return f"a list, each entry {type_name(get_args(kind)[0])}"
     return TYPES.get(get_origin(kind) or kind, (object, kind.__name__))[1]
 
 
-def _is_valid(value: Any, kind: Any, least: float | None, above: float | None, below: float | None) -> bool:
+def _is_valid(value: Any, kind: Any, bounds: Bounds) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if not isinstance(value, TYPES.get(get_origin(kind) or kind, (object, ""))[0]):
         return False
-    if kind not in (int, float):
-        return True
-    # Negated comparisons would let NaN pass.
-    return (
-        not isinstance(value, bool)
-        and math.isfinite(value)
-        and (least is None or value >= least)
-        and (above is None or value > above)
-        and (below is None or value < below)
-    )
+    return kind not in (int, float) or bounds.include(value)
 
 
 def check_exclusive(config: Any, first: str, second: str) -> None:

@@ -332,7 +332,7 @@ def test_patch_auto_class(gpt2: Path, tmp_path: Path) -> None:
     [
         (["--attention", "hedghog"], "Did you mean 'hedgehog'"),
         (["--attention", "elu", "--options.alpa", "1"], "Did you mean 'alpha'"),
-        (["--attention", "elu", "--options.alpha", "7"], "alpha must lie in (0, 1]"),
+        (["--attention", "elu", "--options.alpha", "7"], "alpha must be a finite number above 0 and of at most 1"),
         (["--attention", "elu", "--layers", "0", "9"], "out of range: the model has 3"),
         (["--attention", "linformer"], "Use 'linformer-causal'"),
         (["--attention", "elu", "--auto_class", "AutoModelForLM"], "no model class 'AutoModelForLM'"),

@@ -37,7 +37,10 @@ def test_nu_beyond_the_head_size_is_refused():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"nu": 0}, "nu must be a positive integer, got 0"), ({"epsilon": 1.0}, r"epsilon must lie in \[0, 1\), got 1.0")],
+    [
+        ({"nu": 0}, "nu must be a whole number of at least 1, got 0"),
+        ({"epsilon": 1.0}, r"epsilon must be a finite number of at least 0 and below 1, got 1.0"),
+    ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):

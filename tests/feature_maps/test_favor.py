@@ -93,11 +93,11 @@ def test_a_window_refuses_signed_maps_and_changes_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trig": "sin"}, "trig must be 'sincos' or 'cos', got 'sin'"),
+        ({"trig": "sin"}, "trig must be one of 'sincos', 'cos', got 'sin'"),
         ({"num_features": 7}, "num_features must be even for trig='sincos', got 7"),
-        ({"num_features": 0}, "num_features must be a positive integer, got 0"),
-        ({"seed": -1}, "seed must be a non-negative integer, got -1"),
-        ({"scaling": "x"}, "scaling must be 'chi' or 'constant', got 'x'"),
+        ({"num_features": 0}, "num_features must be a whole number of at least 1, got 0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"scaling": "x"}, "scaling must be one of 'chi', 'constant', got 'x'"),
     ],
 )
 def test_bad_options(options, message):

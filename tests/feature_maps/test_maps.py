@@ -110,16 +110,16 @@ def test_hedgehog_starts_at_the_identity_continued_by_unit_rows(rows):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("elu", {"alpha": 0}, r"alpha must lie in \(0, 1\].*got 0"),
-        ("elu", {"alpha": 1.5}, r"alpha must lie in \(0, 1\].*got 1.5"),
-        ("favor+", {"num_features": 0}, "num_features must be a positive integer, got 0"),
-        ("favor+", {"num_features": 2.5}, "num_features must be a positive integer, got 2.5"),
-        ("favor+", {"seed": -1}, "seed must be a non-negative integer, got -1"),
-        ("favor+", {"scaling": "chl"}, "scaling must be 'chi' or 'constant', got 'chl'"),
-        ("hedgehog", {"feature_dim": 0}, "feature_dim must be a positive integer or None, got 0"),
+        ("elu", {"alpha": 0}, r"alpha must be a finite number above 0 and of at most 1.*got 0"),
+        ("elu", {"alpha": 1.5}, r"alpha must be a finite number above 0 and of at most 1.*got 1.5"),
+        ("favor+", {"num_features": 0}, "num_features must be a whole number of at least 1, got 0"),
+        ("favor+", {"num_features": 2.5}, "num_features must be a whole number of at least 1, got 2.5"),
+        ("favor+", {"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ("favor+", {"scaling": "chl"}, "scaling must be one of 'chi', 'constant', got 'chl'"),
+        ("hedgehog", {"feature_dim": 0}, "feature_dim must be a whole number of at least 1, got 0"),
         ("hedgehog", {"activation": "relu"}, "activation must be .* got 'relu'"),
-        ("hedgehog", {"temperature": -1.0}, "temperature must be positive or None, got -1.0"),
-        ("hedgehog", {"temperature": 0}, "temperature must be positive or None, got 0"),
+        ("hedgehog", {"temperature": -1.0}, "temperature must be a finite number above 0, got -1.0"),
+        ("hedgehog", {"temperature": 0}, "temperature must be a finite number above 0, got 0"),
     ],
 )
 def test_bad_options(name, options, message):

@@ -72,9 +72,9 @@ def test_a_window_takes_positive_kernels_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel": "selu"}, "kernel must be 'relu', .* or 'tanh', got 'selu'"),
-        ({"epsilon": 1.5}, r"epsilon must lie in \[0, 1\), got 1.5"),
-        ({"num_features": -4}, "num_features must be a positive integer, got -4"),
+        ({"kernel": "selu"}, "kernel must be one of 'relu', .*, 'tanh', got 'selu'"),
+        ({"epsilon": 1.5}, r"epsilon must be a finite number of at least 0 and below 1, got 1.5"),
+        ({"num_features": -4}, "num_features must be a whole number of at least 1, got -4"),
     ],
 )
 def test_bad_options(options, message):

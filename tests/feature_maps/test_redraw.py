@@ -162,7 +162,7 @@ def test_a_full_mask_counts_too():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"redraw_every": 0}, "redraw_every must be a positive integer or None, got 0"),
+        ({"redraw_every": 0}, "redraw_every must be a whole number of at least 1, got 0"),
         ({"hyperbolic": True, "num_features": 9}, "num_features must be even for hyperbolic=True, got 9"),
     ],
 )

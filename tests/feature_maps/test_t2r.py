@@ -45,10 +45,10 @@ def test_without_epsilon_the_weights_are_not_declared_a_distribution():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_features": 0}, "num_features must be a positive integer or None, got 0"),
+        ({"num_features": 0}, "num_features must be a whole number of at least 1, got 0"),
         ({"num_features": 2.5}, "got 2.5"),
-        ({"bias_init": float("nan")}, "bias_init must be finite, got nan"),
-        ({"epsilon": -0.1}, r"epsilon must lie in \[0, 1\), got -0.1"),
+        ({"bias_init": float("nan")}, "bias_init must be a finite number, got nan"),
+        ({"epsilon": -0.1}, r"epsilon must be a finite number of at least 0 and below 1, got -0.1"),
     ],
 )
 def test_bad_options(options, message):

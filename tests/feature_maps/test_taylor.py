@@ -66,5 +66,5 @@ def test_projection_learns_in_transfer():
 
 def test_bad_options():
     for wrong in (0, -3, 2.0):
-        with pytest.raises(ValueError, match=f"projection_dim must be a positive integer or None, got {wrong}"):
+        with pytest.raises(ValueError, match=f"projection_dim must be a whole number of at least 1, got {wrong}"):
             TaylorOptions(projection_dim=wrong)

@@ -217,9 +217,9 @@ def test_max_length_comes_from_the_model_and_is_saved():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 0}, "max_length must be a positive integer or None, got 0"),
+        ({"max_length": 0}, "max_length must be a whole number of at least 1, got 0"),
         ({"max_length": 2.5}, "got 2.5"),
-        ({"epsilon": -1.0}, r"epsilon must lie in \[0, 1\), got -1.0"),
+        ({"epsilon": -1.0}, r"epsilon must be a finite number of at least 0 and below 1, got -1.0"),
         ({"max_length": None}, "cosformer needs max_length"),
     ],
 )

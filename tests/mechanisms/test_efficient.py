@@ -133,7 +133,7 @@ def test_half(causal, dtype):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="scale must be 'raw', 'split' or 'matched', got 'big'"):
+    with pytest.raises(ValueError, match="scale must be one of 'raw', 'split', 'matched', got 'big'"):
         build(True, scale="big")
     with pytest.raises(ValueError, match="has no state"):
         build(False)(AttentionInputs(*qkv(3), scaling=1.0, causal=False, return_state=True))

@@ -63,9 +63,9 @@ def test_state_bytes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"initial_rate": 1.0}, "initial_rate must lie in .*, got 1.0"),
-        ({"initial_decay": 0}, "initial_decay must lie in .*, got 0"),
-        ({"feature_dim": 0}, "feature_dim must be a positive integer or None, got 0"),
+        ({"initial_rate": 1.0}, "initial_rate must be a finite number above .*, got 1.0"),
+        ({"initial_decay": 0}, "initial_decay must be a finite number above .*, got 0"),
+        ({"feature_dim": 0}, "feature_dim must be a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_options(options, message):

@@ -56,10 +56,10 @@ def test_state_bytes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gate_rank": 0}, "gate_rank must be a positive integer, got 0"),
-        ({"initial_decay": 0.6}, "initial_decay must lie in .*, got 0.6"),
-        ({"activation": "exp"}, "activation must be 'softmax' or 'joint', got 'exp'"),
-        ({"feature_dim": -1}, "feature_dim must be a positive integer or None, got -1"),
+        ({"gate_rank": 0}, "gate_rank must be a whole number of at least 1, got 0"),
+        ({"initial_decay": 0.6}, "initial_decay must be a finite number above .*, got 0.6"),
+        ({"activation": "exp"}, "activation must be one of 'softmax', 'joint', got 'exp'"),
+        ({"feature_dim": -1}, "feature_dim must be a whole number of at least 1, got -1"),
     ],
 )
 def test_bad_options(options, message):

@@ -191,11 +191,11 @@ def test_mixed_lengths_through_a_model_equal_single_rows():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"projection": "max-pool"}, "projection must be 'linear', 'mean-pool' or 'conv', got 'max-pool'"),
-        ({"sharing": "rowwise"}, "sharing must be 'none', 'headwise', 'kv' or 'layerwise', got 'rowwise'"),
-        ({"init": "zeros"}, "init must be .segment-mean. or .gaussian., got .zeros."),
-        ({"fit": "pad"}, "fit must be .resample. or .truncate., got .pad."),
-        ({"num_slots": 0}, "num_slots must be a positive integer, got 0"),
+        ({"projection": "max-pool"}, "projection must be one of 'linear', 'mean-pool', 'conv', got 'max-pool'"),
+        ({"sharing": "rowwise"}, "sharing must be one of 'none', 'headwise', 'kv', 'layerwise', got 'rowwise'"),
+        ({"init": "zeros"}, "init must be one of .segment-mean., .gaussian., got .zeros."),
+        ({"fit": "pad"}, "fit must be one of .resample., .truncate., got .pad."),
+        ({"num_slots": 0}, "num_slots must be a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_options(options, message):

@@ -196,10 +196,10 @@ def test_a_start_from_queries_of_the_model():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_packed": 0}, "num_packed must be a positive integer, got 0"),
-        ({"activation": "relu"}, "activation must be 'elu' or 'softplus', got 'relu'"),
-        ({"init_scale": 0.0}, "init_scale must be positive or None, got 0.0"),
-        ({"seed": -1}, "seed must be a non-negative integer, got -1"),
+        ({"num_packed": 0}, "num_packed must be a whole number of at least 1, got 0"),
+        ({"activation": "relu"}, "activation must be one of 'elu', 'softplus', got 'relu'"),
+        ({"init_scale": 0.0}, "init_scale must be a finite number above 0, got 0.0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
     ],
 )
 def test_bad_options(options, message):

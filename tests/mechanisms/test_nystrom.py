@@ -193,9 +193,9 @@ def test_a_short_batch_through_a_model_is_exact():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_landmarks": 0}, "num_landmarks must be a positive integer, got 0"),
-        ({"iterations": 0}, "iterations must be a positive integer, got 0"),
-        ({"conv_kernel": 4}, "conv_kernel must be a positive odd integer or None, got 4"),
+        ({"num_landmarks": 0}, "num_landmarks must be a whole number of at least 1, got 0"),
+        ({"iterations": 0}, "iterations must be a whole number of at least 1, got 0"),
+        ({"conv_kernel": 4}, "conv_kernel must be an odd whole number of at least 1, got 4"),
     ],
 )
 def test_bad_options(options, message):

@@ -103,10 +103,10 @@ def test_state_bytes(gate):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_features": 3}, "num_features must be a positive even integer, got 3"),
-        ({"sigma_init": 0.0}, "sigma_init must be positive, got 0.0"),
-        ({"initial_decay": 0.7}, "initial_decay must lie in .*, got 0.7"),
-        ({"seed": -2}, "seed must be a non-negative integer, got -2"),
+        ({"num_features": 3}, "num_features must be an even whole number of at least 1, got 3"),
+        ({"sigma_init": 0.0}, "sigma_init must be a finite number above 0, got 0.0"),
+        ({"initial_decay": 0.7}, "initial_decay must be a finite number above .*, got 0.7"),
+        ({"seed": -2}, "seed must be a whole number of at least 0, got -2"),
     ],
 )
 def test_bad_options(options, message):

@@ -306,11 +306,11 @@ def test_compiles_with_buckets():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window_size": 0}, "window_size must be a positive integer, got 0"),
-        ({"num_hash_buckets": 3}, "num_hash_buckets must be a non-negative even integer, got 3"),
-        ({"hash_rounds": 0}, "hash_rounds must be a positive integer, got 0"),
-        ({"bucket_capacity": "4"}, "bucket_capacity must be a positive integer, got '4'"),
-        ({"seed": -1}, "seed must be a non-negative integer, got -1"),
+        ({"window_size": 0}, "window_size must be a whole number of at least 1, got 0"),
+        ({"num_hash_buckets": 3}, "num_hash_buckets must be an even whole number of at least 0, got 3"),
+        ({"hash_rounds": 0}, "hash_rounds must be a whole number of at least 1, got 0"),
+        ({"bucket_capacity": "4"}, "bucket_capacity must be a whole number of at least 1, got '4'"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"feature_map": "favour+"}, r"Did you mean 'favor"),
         ({"feature_map": "cosformer"}, "A window cannot use 'cosformer': .* needs the tokens' positions"),
     ],

@@ -61,7 +61,7 @@ def test_padding_is_not_counted():
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, "many"])
 def test_a_bad_value_is_named(value):
-    with pytest.raises(ValueError, match="saturation must be a positive integer, None or 'auto'"):
+    with pytest.raises(ValueError, match="saturation must be a whole number of at least 1 or 'auto'"):
         ATTENTIONS.get("window").options(saturation=value)
 
 

@@ -210,5 +210,5 @@ def test_checkpoints_from_before_sinks_compute_as_they_did(tmp_path):
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "many", None])
 def test_a_bad_value_is_named(value):
-    with pytest.raises(ValueError, match="sink_tokens must be a non-negative integer or 'auto'"):
+    with pytest.raises(ValueError, match="sink_tokens must be a whole number of at least 0 or 'auto'"):
         ATTENTIONS.get("window").options(sink_tokens=value)
