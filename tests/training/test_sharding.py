@@ -28,7 +28,7 @@ KINDS = [
     pytest.param("zero3", marks=needs_deepspeed),
     pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.long]),
 ]
-#: Of whole conversions. (`test_zero_autocasts_and_keeps_float32_weights` is one in ZeRO-3 that is not long.)
+#: Of whole conversions. (`test_trainers_sharding.py` has the trainers in ZeRO-3.)
 CONVERTED = ["fsdp2", *(pytest.param(kind, marks=[needs_deepspeed, pytest.mark.long]) for kind in ("zero3", "zero2"))]
 
 
@@ -159,7 +159,7 @@ def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path, ki
     assert converted.get_output_embeddings().weight is converted.get_input_embeddings().weight
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_deepspeed
 def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
     """The random features of favor+ are a buffer, which bfloat16 would round for good. Two matrices are large enough
@@ -198,7 +198,8 @@ def test_weights_that_one_process_loads_are_refused(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate shards here")
 @pytest.mark.parametrize(
-    ("name", "device"), [("FSDP", "auto"), pytest.param("DEEPSPEED", "cpu", marks=needs_deepspeed)]
+    ("name", "device"),
+    [("FSDP", "auto"), pytest.param("DEEPSPEED", "cpu", marks=[needs_deepspeed, pytest.mark.long])],
 )
 def test_without_gpus_nothing_is_sharded_in_silence(name: str, device: str, folder: Path) -> None:
     """accelerate would take each process for the only one, or share the work without sharding the model."""
