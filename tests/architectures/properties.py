@@ -76,23 +76,26 @@ def forward(model: PreTrainedModel, inputs: Inputs) -> Any:
     return model(**inputs)
 
 
-def outputs(model: PreTrainedModel, inputs: Inputs) -> list[Tensor]:
-    """All floating outputs, without caches and attention weights."""
+CACHES = ("past", "cache")
+
+
+def outputs(model: PreTrainedModel, inputs: Inputs, without: Sequence[str] = CACHES) -> list[Tensor]:
+    """All floating outputs, but for those with parts of their names."""
     with torch.no_grad():
-        return list(floating_tensors(forward(model, inputs)))
+        return list(floating_tensors(forward(model, inputs), without))
 
 
-def floating_tensors(value: Any) -> Iterator[Tensor]:
+def floating_tensors(value: Any, without: Sequence[str] = CACHES) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value
     elif isinstance(value, dict):
         for name, part in value.items():
-            if not any(part in str(name) for part in ("past", "cache", "attentions")):
-                yield from floating_tensors(part)
+            if not any(text in str(name) for text in without):
+                yield from floating_tensors(part, without)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from floating_tensors(part)
+            yield from floating_tensors(part, without)
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
@@ -389,10 +392,11 @@ def _whole_window(model: PreTrainedModel, inputs: Inputs, result: Result) -> str
     """Whether a window that holds the whole input gives the outputs of exact attention: the same mask and direction."""
     if any(name.endswith("mask") for name in inputs):
         return "n/a: outputs of padding may be anything"
-    exact = outputs(model, {name: value for name, value in inputs.items() if name != "use_cache"})
+    without = (*CACHES, "attentions")
+    exact = outputs(model, {name: value for name, value in inputs.items() if name != "use_cache"}, without)
     try:
         hla.patch_model(model, _plan({"attention": "window", "window_size": 4096}, result))
-        actual = outputs(model, inputs)
+        actual = outputs(model, inputs, without)
     except REFUSALS as error:
         return f"refused: {error}" if _raised_by_the_package(error) else f"failed: {error}"
     finally:
