@@ -13,7 +13,7 @@ from hf_linear_attn.integration.attention import UNSUPPORTED, linear_attention_f
 from hf_linear_attn.integration.context import IMPLEMENTATION, attention_modules
 from hf_linear_attn.integration.discovery import HEAD_DIM, HEADS, AttentionLayer, attention_shape
 from hf_linear_attn.integration.exact import eager_function
-from hf_linear_attn.integration.mask import linear_attention_mask
+from hf_linear_attn.integration.mask import linear_attention_mask, padding_of
 from hf_linear_attn.integration.models import weight_write_errors
 from tests.comparing import assert_close, logits
 from tests.inputs import qkv, token_ids
@@ -136,7 +136,8 @@ def test_keys_beyond_a_padding_mask_are_padding():
     full = linear_attention_mask(
         batch_size=2, q_length=7, kv_length=7, mask_function=bidirectional_mask_function, attention_mask=mask
     )
-    assert full.tolist() == [[True] * 5 + [False] * 2] * 2
+    assert full.shape == (2, 1, 7, 7)
+    assert padding_of(full).tolist() == [[True] * 5 + [False] * 2] * 2
 
 
 @pytest.mark.slow
