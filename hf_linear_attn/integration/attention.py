@@ -62,7 +62,7 @@ def linear_attention_forward(
     declared = declared_direction(module)
     causal = bool(causal if is_causal is None else is_causal) and declared.allowed
     boundaries = boundaries_of(kwargs, attention_mask)
-    if not causal:
+    if not causal or context.causal is None:
         attention_mask = padding_of(attention_mask)
     call = InterfaceCall(
         module, context, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
