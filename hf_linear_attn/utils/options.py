@@ -142,8 +142,8 @@ def _union(hint: Any) -> tuple[Any, ...]:
 
 def without_none(hint: Any) -> tuple[Any, bool]:
     """Return a type without None, and whether None was a part of it."""
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    return (kinds[0], True) if NoneType in get_args(hint) and len(kinds) == 1 else (hint, False)
+    kinds = [kind for kind in _union(hint) if kind is not NoneType]
+    return (kinds[0], True) if NoneType in _union(hint) and len(kinds) == 1 else (hint, False)
 
 
 def type_name(kind: Any) -> str:
