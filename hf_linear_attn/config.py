@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from .registry import ATTENTIONS, build_options
+from .utils.options import check_value
 from .version import __version__
 
 #: Version of the saved form. It goes up when an older package could misread a newer checkpoint.
@@ -61,9 +62,7 @@ class LayerConfig:
         cache_dtype: CacheDtype = "auto"
         if self.exact_heads and not any(option.name == "cache_dtype" for option in fields(entry.options)):
             cache_dtype = values.pop("cache_dtype", cache_dtype)
-            if cache_dtype not in get_args(CacheDtype):
-                choices = " or ".join(map(repr, get_args(CacheDtype)))
-                raise ValueError(f"cache_dtype must be {choices}, got {cache_dtype!r}.")
+            check_value("cache_dtype", cache_dtype, CacheDtype)
         return build_options(entry, values), cache_dtype
 
     @property
