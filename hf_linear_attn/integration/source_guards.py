@@ -81,7 +81,8 @@ def direction_source(cls: Any) -> str:
     return values[0].strip() if len(values) == 1 else ""
 
 
-def computes_softmax_from_mask(cls: type) -> bool:
+@functools.cache
+def computes_softmax_from_mask(cls: Any) -> bool:
     """Return whether an attention module computes its softmax by itself, from a mask, outside of the interface."""
     source = forward_source(cls)
     if calls_interface(cls) or "mask" not in source or "ttention" not in cls.__name__:
