@@ -25,7 +25,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _freeze() -> None:
     """Let `patch_model`, which asks the garbage collector for models, not search all that was imported each time."""
     gc.collect()
     gc.freeze()

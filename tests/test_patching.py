@@ -1,5 +1,7 @@
 """patch_model and unpatch_model: what they accept, and that a refusal names the value and changes nothing."""
 
+import gc
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -112,6 +114,16 @@ def test_a_type_without_an_auto_class_gets_its_config_back():
     before = Snapshot.of(model)
     hla.unpatch_model(hla.patch_model(model, "elu"))
     before.assert_same(model)
+
+
+def test_a_model_hidden_from_the_garbage_collector():
+    model = BERT.build()
+    original = type(model)
+    gc.freeze()
+    hla.patch_model(model, "elu")
+    assert hla.is_patched(model)
+    hla.unpatch_model(model)
+    assert type(model) is original
 
 
 def test_unpatching_keeps_what_was_trained_elsewhere():

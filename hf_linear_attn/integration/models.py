@@ -62,10 +62,12 @@ def model_around(name: str, modules: Mapping[str, nn.Module]) -> str:
 def models_around(module: nn.Module) -> list[PreTrainedModel]:
     """Return every model that a module is a part of, itself among them if it is one, in no order.
 
-    A module does not know its parents, so this asks the garbage collector for all models that there are.
+    A module does not know its parents, so this asks the garbage collector for all models that there are: other models
+    that `gc.freeze()` has hidden are not found.
     """
-    models = [one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel)]
-    return [model for model in models if any(part is module for part in model.modules())]
+    models = [one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel) and one is not module]
+    around = [model for model in models if any(part is module for part in model.modules())]
+    return [module, *around] if isinstance(module, PreTrainedModel) else around
 
 
 def outermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:

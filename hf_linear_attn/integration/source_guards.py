@@ -81,13 +81,15 @@ def direction_source(cls: Any) -> str:
     return values[0].strip() if len(values) == 1 else ""
 
 
-@functools.cache
-def computes_softmax_from_mask(cls: Any) -> bool:
+_class_source = functools.cache(inspect.getsource)
+
+
+def computes_softmax_from_mask(cls: type) -> bool:
     """Return whether an attention module computes its softmax by itself, from a mask, outside of the interface."""
     source = forward_source(cls)
     if calls_interface(cls) or "mask" not in source or "ttention" not in cls.__name__:
         return False
-    return "softmax(" in inspect.getsource(cls)
+    return "softmax(" in _class_source(cls)
 
 
 def obstacle(cls: type) -> str:
