@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import hf_linear_attn as hla
 from hf_linear_attn.mechanisms.softmax import EXACT
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry
 from tests.tiny_models import FAMILIES, Family
@@ -15,7 +14,6 @@ from tests.tiny_models import FAMILIES, Family
 
 def entries() -> list[AttentionEntry]:
     """Every registered mechanism that is not exact attention itself."""
-    hla.list_attentions()
     return [entry for name, entry in sorted(ATTENTIONS) if name != EXACT]
 
 
@@ -67,6 +65,5 @@ def every_feature_map(*, signed: bool = True) -> Any:
 
     `signed=False` leaves out maps whose weights can be negative.
     """
-    hla.list_attentions()
     classes = {name: entry.factory for name, entry in FEATURE_MAPS if not entry.factory.uses_positions}
     return pytest.mark.parametrize("name", sorted(name for name, cls in classes.items() if signed or not cls.signed))

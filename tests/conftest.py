@@ -23,6 +23,7 @@ settings.register_profile(
 settings.register_profile("search", deadline=None, max_examples=500, suppress_health_check=list(HealthCheck))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 torch.set_num_threads(1)
+logging.getLogger("torch.__trace").disabled = True  # a log of every trace, which pytest would collect for minutes
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,12 +43,6 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-@pytest.fixture
-def no_trace_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop torch's log of a trace, which pytest would collect for minutes."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
 
 
 @pytest.fixture

@@ -87,7 +87,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def mechanism(name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6) -> Any:
     """A mechanism by itself, with small options, in float32; float64 by `.double()`."""
-    hla.list_attentions()
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(heads, groups, dim, value_dim, layer_index=1, max_length=2048, causal=causal)
     options = build_options(entry, small_options(entry.options))
@@ -98,7 +97,6 @@ def mechanism(name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int
 
 
 def feature_map(name: str, heads: int = 4, groups: int = 2, dim: int = 6, **options: Any) -> FeatureMap:
-    hla.list_attentions()
     entry = FEATURE_MAPS.get(name)
     chosen = build_options(entry, {**small_options(entry.options), **options})
     built = entry.factory(AttentionShape(heads, groups, dim, dim, layer_index=1, max_length=64, causal=True), chosen)

@@ -21,10 +21,7 @@ from tests.tiny_models import LLAMA, save_checkpoint, tiny_model
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.usefixtures("no_trace_log"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
 @pytest.fixture

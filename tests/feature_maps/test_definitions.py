@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import common
@@ -117,7 +116,6 @@ both_directions = pytest.mark.parametrize("causal", [False, True], ids=["both", 
 
 
 def build(case: Any, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6) -> Any:
-    hla.list_attentions()
     name, options, _ = case
     entry = ATTENTIONS.get(name)
     module = entry.factory(AttentionShape(heads, groups, dim, value_dim, layer_index=1), build_options(entry, options))

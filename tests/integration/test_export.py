@@ -10,10 +10,7 @@ from tests.inputs import padded_batch, token_ids
 from tests.small import patched
 from tests.tiny_models import BERT, Family
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("no_trace_log"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 SMALL_BERT = Family("bert", False, (), BERT.model_class, num_layers=1)

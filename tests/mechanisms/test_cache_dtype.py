@@ -34,7 +34,6 @@ ROUNDING = 2e-2
 
 
 def build(exact_heads: tuple[int, ...] = (), name: str = "window", cache_dtype: str = "int8", **options: Any) -> Any:
-    hla.list_attentions()
     entry = ATTENTIONS.get(name)
     if name == "window":
         options = {"window_size": 5, "sink_tokens": 2, "mix_init": 0.5, "saturation": None, **options}

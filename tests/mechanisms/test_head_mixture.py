@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.head_mixture import HeadMixture
@@ -24,7 +23,6 @@ CHOICES = [(0,), (2,), (0, 1, 3)]
 
 
 def mixture(name: str, causal: bool, exact_heads: tuple[int, ...] = (1, 3), groups: int = GROUPS) -> HeadMixture:
-    hla.list_attentions()
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(HEADS, groups, DIM, DIM, layer_index=1, max_length=2048, causal=causal)
     module = HeadMixture(shape, entry, build_options(entry, small_options(entry.options)), exact_heads)

@@ -316,7 +316,6 @@ def test_compiles_with_buckets():
     ],
 )
 def test_bad_options(options, message):
-    hla.list_attentions()
     with pytest.raises(ValueError, match=message):
         ScatterbrainOptions(**options)
 
