@@ -119,7 +119,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return folder, chosen, rows
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_proteins_of_one_partition_stay_together(trained: Any) -> None:
     folder, _, _ = trained
     files = {name: read(folder / "work" / f"{name}.csv") for name in ("short/train", "long/train", "scored")}
@@ -131,7 +131,7 @@ def test_proteins_of_one_partition_stay_together(trained: Any) -> None:
     assert all(len(row["text"]) == int(row["length"]) for rows in files.values() for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_for_each_variant_and_length(trained: Any) -> None:
     folder, _, rows = trained
     assert [(row["variant"], row["length"], row["pieces"]) for row in rows] == [
@@ -148,7 +148,7 @@ def test_a_row_for_each_variant_and_length(trained: Any) -> None:
     assert rows[-1]["training"] == rows[0]["training"]  # pieces are scored by the same model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("with_helix")
 def test_costs_of_every_variant(trained: Any, tmp_path: Path) -> None:
     _, chosen, _ = trained

@@ -151,7 +151,7 @@ def loss_of_copies(folder: Path) -> float:
     return decoder_loss(folder, "tied-copies", partial(start, processes=2))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path, kind: str, loss_of_copies: float) -> None:
     name = f"tied-{kind}"
     assert decoder_loss(folder, name, partial(start_sharded, kind)) == pytest.approx(loss_of_copies, rel=1e-3)
