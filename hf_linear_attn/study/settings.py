@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
 from ..data.files import Documents
-from ..utils.options import OptionError, check_exclusive, check_options, option
+from ..utils.options import OptionError, check_exclusive, check_options, make_config, option, to_dict
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -195,31 +195,17 @@ def split_task(entry: str) -> tuple[str, str | None]:
 def with_options(config: EvaluateConfig, options: Mapping[str, Any], data: Any = None) -> EvaluateConfig:
     """Return the config with options by name, and data: an `EvaluationData`, a path, or None.
 
-    Options of the sections `data` and `speed` are given by their names, too, or as mappings.
-
-    Raises:
-        TypeError: There is no such option.
+    Options of the sections `data` and `speed` are given by their names, too, or as mappings. Errors as `make_config`.
     """
-    changes = _with_tuples(options)
+    changes = dict(options)
     if data is not None:
-        changes["data"] = data if isinstance(data, EvaluationData) else replace(config.data, dataset=str(data))
+        changes["data"] = data if isinstance(data, EvaluationData) else {"dataset": str(data)}
     for section in ("data", "speed"):
-        part = changes.get(section, getattr(config, section))
-        if isinstance(part, Mapping):
-            known = {item.name for item in fields(getattr(config, section))}
-            if unknown := sorted({*part} - known):
-                raise TypeError(f"{section} has no option {unknown[0]!r}. It has {', '.join(sorted(known))}.")
-            part = replace(getattr(config, section), **_with_tuples(part))
-        names = [item.name for item in fields(part) if item.name in changes]
-        changes[section] = replace(part, **{name: changes.pop(name) for name in names})
-    for name in changes.keys() - {item.name for item in fields(config)}:
-        raise TypeError(f"evaluate() has no option {name!r}. Options are the fields of EvaluateConfig, data and speed.")
-    return replace(config, **changes)
-
-
-def _with_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options whose lists are tuples."""
-    return {name: tuple(one) if isinstance(one, list) else one for name, one in options.items()}
+        part = changes.get(section, {})
+        names = {item.name for item in fields(getattr(config, section))} & changes.keys()
+        own = {name: changes.pop(name) for name in names}
+        changes[section] = {**(to_dict(part) if is_dataclass(part) else part), **own}
+    return make_config(type(config), config, changes)
 
 
 def _check_not_empty(config: Any) -> None:

@@ -12,6 +12,8 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from .formatting import near_matches
+
 Config = TypeVar("Config")
 
 #: Types of options: what a value must be an instance of, and what error messages call it.
@@ -180,7 +182,10 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], section:
         TypeError: There is no such option, or one without a default is missing.
     """
     hints, arguments = get_type_hints(config_class), dict(values)
+    known = [entry.name for entry in fields(cast(Any, config_class))]
     for name, value in values.items():
+        if name not in known:
+            raise TypeError(f"There is no option {section + str(name)!r}.{near_matches(str(name), known)}")
         if is_dataclass(hints.get(name)) and isinstance(value, Mapping | None):
             # The parent may have chosen other defaults than the section itself.
             default = to_dict(default_of(config_class, name))
@@ -193,6 +198,8 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], section:
             arguments[name] = None if value is None else tuple(value)
         elif kind is float and type(value) is int:
             arguments[name] = float(value)
+        elif isinstance(value, os.PathLike):
+            arguments[name] = os.fspath(value)
     try:
         config = config_class(**arguments)
         check_options(config)
@@ -224,8 +231,8 @@ def default_of(config_class: Any, name: str) -> Any:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as nested dicts and lists, the way a YAML file holds it."""
-    return json.loads(json.dumps(asdict(config)))
+    """Return a config as nested dicts and lists, the way a YAML file holds it; a path is text."""
+    return json.loads(json.dumps(asdict(config), default=os.fspath))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
     assert evaluation.longest_quality_input() == 32
     with pytest.raises(TypeError, match="no option 'lenght'"):
         evaluate(model, documents, tokenizer=tiny_tokenizer(), lenght=16)
-    with pytest.raises(TypeError, match=r"speed has no option 'lenghts'. It has backward, .*, lengths"):
+    with pytest.raises(TypeError, match=r"no option 'speed.lenghts'. Did you mean 'lengths'"):
         evaluate(model, documents, tokenizer=tiny_tokenizer(), speed={"lenghts": [16]})
     with pytest.raises(ValueError, match=r"device.*'meta', but the loaded model is on cpu.*model\.to\('meta'\)"):
         evaluate(model, documents, tokenizer=tiny_tokenizer(), device="meta")

@@ -96,3 +96,13 @@ class MoreOptions(Options):
 def test_a_config_of_a_subclass_gives_what_it_shares() -> None:
     config = make_config(Options, MoreOptions(count=3, more=2), {"share": 0.25})
     assert config == Options(count=3, share=0.25)
+
+
+def test_a_path_is_text() -> None:
+    assert make_config(Options, None, {"name": Path("a") / "b"}).name == "a/b"
+    assert make_config(Options, Options(name=Path("a")), {"count": 2}).name == "a"  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match=r"no option 'cuont'. Did you mean 'count'\?"):
+        make_config(Options, None, {"cuont": 2})
