@@ -149,8 +149,8 @@ class Records:
         records = self._records.get(conditions.id)
         return records[-1] if records else None
 
-    def known(self, conditions: Conditions, label: str = "") -> Record | None:
-        """Return the record that makes a measurement in this run, with this label, unnecessary, or None."""
+    def use(self, conditions: Conditions, label: str = "") -> Record | None:
+        """Return the newest record of the conditions, or None, and count it as one of this run, with this label."""
         record = self.latest(conditions)
         if record is not None:
             self.used[record.id] = label
@@ -262,7 +262,7 @@ class Study:
             function: Measures, where nothing is known.
             label: The row of a table that the record belongs to.
         """
-        record = self.records.known(conditions, label)
+        record = self.records.use(conditions, label)
         if record is not None:
             return record
         start = time.perf_counter()
@@ -280,7 +280,7 @@ class Study:
             label: The row of a table that the record belongs to.
         """
         path = self.folder and self.folder / LEARNED_FOLDER / f"{conditions.id}.safetensors"
-        known = self.records.known(conditions, label) is not None
+        known = self.records.use(conditions, label) is not None
         if known and conditions.id in self._learned:
             return self._learned[conditions.id]
         if known and path is not None and path.is_file():

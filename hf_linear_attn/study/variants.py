@@ -121,7 +121,7 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
     rows = {key: item for key, item in transfer.items() if key not in ("steps", "evaluations")}
     after = replace(untrained, state="transferred", settings={"transfer": transfer})
     conditions = after.of(exact.conditions("attention_transfer"))
-    study.records.known(conditions, name)  # the report shows an earlier transfer also where nothing has to be measured
+    study.records.use(conditions, name)  # the report shows an earlier transfer also where nothing has to be measured
     return [replace(untrained, settings={"calibration": rows}), replace(after, load=cache(trained))]
 
 
