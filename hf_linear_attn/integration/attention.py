@@ -234,6 +234,11 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
 
 
 def _check_call(call: InterfaceCall, mechanism: Any) -> None:
+    if torch.jit.is_tracing():  # it would miss what kernels write, and keep the padding of its example for every input
+        raise NotImplementedError(
+            f"{call.label}: torch.jit.trace, and what uses it (torch.onnx.export(dynamo=False), "
+            "SummaryWriter.add_graph), cannot record linear attention. Use hf_linear_attn.export or torch.export."
+        )
     for name in UNSUPPORTED & call.kwargs.keys():
         if call.kwargs[name] is not None:
             raise NotImplementedError(
