@@ -58,6 +58,10 @@ def linear_attention_forward(
     if torch.is_autocast_enabled(query.device.type):
         # Rotary positions leave queries and keys in float32; exact attention takes all in the dtype of autocast, too.
         query, key = query.to(value.dtype), key.to(value.dtype)
+    # Moonshine passes False where there is nothing to choose: a single query sees all keys, and a mask [B, S] is one of
+    # causal attention.
+    if is_causal is False and (query.shape[2] == 1 or (attention_mask is not None and attention_mask.dim() == 2)):
+        is_causal = None if context.causal else is_causal
     causal = getattr(module, "is_causal", True) if context.causal is None else context.causal
     declared = declared_direction(module)
     causal = bool(causal if is_causal is None else is_causal) and declared.allowed

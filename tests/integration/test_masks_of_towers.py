@@ -100,6 +100,29 @@ def test_a_convolution_reads_the_mask_of_speech():
     assert_close(linear[1, :8], exact[1, :8])
 
 
+@pytest.mark.parametrize("layers", [None, [0, 2]], ids=str)
+def test_moonshine_says_is_causal_false_of_one_token_and_of_a_padded_prompt(layers):
+    """Its decoder leaves these to the cache and to its mask."""
+    model, prompt = architecture_model("moonshine"), tokens(7)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, :2] = 0
+    inputs = {"input_values": random(2, 3200), "decoder_input_ids": prompt, "decoder_attention_mask": mask}
+
+    def run(**options):
+        logits = outputs(model, **inputs).logits[mask.bool()]
+        options.update(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return logits, model.generate(inputs["input_values"], **options)
+
+    exact, exact_beams = run(), run(num_beams=2)
+    hla.patch_model(model, "window", layers=layers, **WHOLE)
+    for linear, expected in ((run(), exact), (run(num_beams=2), exact_beams)):
+        assert_close(linear[0], expected[0])
+        assert torch.equal(linear[1], expected[1])
+    hla.unpatch_model(model)
+    hla.patch_model(model, "elu", layers=layers)
+    assert torch.equal(run()[1], run(use_cache=False)[1])
+
+
 @pytest.mark.parametrize(("model_type", "output"), [("bridgetower", "pooler_output"), ("lightglue", "matching_scores")])
 def test_layers_that_are_causal_by_their_flag_alone_see_later_tokens(model_type, output):
     """Eager attention reads masks only (BridgeTower has no other), and a full mask shows what it shows (LightGlue)."""
