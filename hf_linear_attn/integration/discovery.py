@@ -17,7 +17,7 @@ from .context import attention_modules
 from .models import model_around, parent_names
 
 #: Names of modules that attend to another sequence.
-CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
+CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder|^x_attn$", re.IGNORECASE)
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 #: With latent attention (DeepSeek), `head_dim` is the rotated part of a head only.
@@ -60,7 +60,9 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
     for name, module in modules.items():
         if source_guards.calls_interface(type(module)):
             causal = _is_causal(module, [modules[parent] for parent in parent_names(name)])
-            kinds = (type(module).__name__, name.rpartition(".")[2])
+            kinds = [type(module).__name__, name.rpartition(".")[2]]
+            if name.endswith(".crossattention.attention"):  # The Q-Formers of BLIP-2 and InstructBLIP.
+                kinds.append("crossattention")
             cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
             around: Any = modules[model_around(name, modules)]
             against = None if cross else _masks_against_flag(module, causal, around)

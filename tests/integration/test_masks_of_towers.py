@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Phi4MultimodalVisionConfig, Siglip2VisionConfig, Siglip2VisionModel
+from transformers import (
+    Blip2QFormerConfig,
+    Blip2QFormerModel,
+    Phi4MultimodalVisionConfig,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+)
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalVisionModel
 
 import hf_linear_attn as hla
@@ -158,3 +164,19 @@ def test_a_full_mask_that_shows_later_tokens_puts_the_near_ones_into_the_window(
 )
 def test_which_masks_are_against_the_flag_of_their_layers(model_type, expected):
     assert {layer.masks_causal for layer in find_attention(architecture_model(model_type))} == expected
+
+
+def test_a_q_former_attends_to_as_many_patches_as_it_has_queries():
+    """Its cross-attention has the class of its self-attention; of one length, nothing else would tell them apart."""
+    torch.manual_seed(0)
+    config = Blip2QFormerConfig(**SIZES, vocab_size=61, encoder_hidden_size=32, cross_attention_frequency=2)
+    model = Blip2QFormerModel(config).eval()
+    enlarge_weights(model)
+    assert [layer.cross for layer in find_attention(model)] == [False, True, False]
+    inputs = {"query_embeds": random(2, 6, 32), "encoder_hidden_states": random(2, 6, 32, seed=2)}
+    exact = outputs(model, **inputs)[0]
+    assert_close(outputs(hla.patch_model(model, "window", **WHOLE), **inputs)[0], exact)
+    seen = []
+    with hla.observe_attention(model, lambda call: seen.append(call.module)):
+        outputs(model, **inputs)
+    assert len(seen) == 2
