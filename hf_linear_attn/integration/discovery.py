@@ -60,9 +60,7 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
     for name, module in modules.items():
         if source_guards.calls_interface(type(module)):
             causal = _is_causal(module, [modules[parent] for parent in parent_names(name)])
-            kinds = [type(module).__name__, name.rpartition(".")[2]]
-            if name.endswith(".crossattention.attention"):  # The Q-Formers of BLIP-2 and InstructBLIP.
-                kinds.append("crossattention")
+            kinds = (type(module).__name__, *name.split(".")[-2:])  # BLIP-2 has `crossattention.attention`
             cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
             around: Any = modules[model_around(name, modules)]
             against = None if cross else _masks_against_flag(module, causal, around)
