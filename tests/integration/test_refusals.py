@@ -82,13 +82,13 @@ def test_other_sizes_than_it_was_built_for(sizes):
         linear_attention_forward(layer(), q, k, v, None)
 
 
-@pytest.mark.slow
 def test_traces_of_torchscript():
     model = patched("hedgehog", LLAMA).requires_grad_(False)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace.*Use hf_linear_attn\.export"):
         torch.jit.trace(lambda ids: logits(model, ids), token_ids(), check_trace=False)
 
 
+@pytest.mark.slow
 def test_packed_documents_beside_another_sequence():
     q, k, v = qkv(7, dim=8, value_dim=8)
     with pytest.raises(NotImplementedError, match=r"another sequence of 7 tokens.*Pass padded rows"):
