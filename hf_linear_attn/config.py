@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .registry import ATTENTIONS, build_options
-from .utils.options import OptionError, check_value
+from .utils.options import check_argument
 from .version import __version__
 
 #: Version of the saved form. It goes up when an older package could misread a newer checkpoint.
@@ -62,10 +62,7 @@ class LayerConfig:
         cache_dtype: CacheDtype = "auto"
         if self.exact_heads and not any(option.name == "cache_dtype" for option in fields(entry.options)):
             cache_dtype = values.pop("cache_dtype", cache_dtype)
-            try:
-                check_value("cache_dtype", cache_dtype, CacheDtype)
-            except OptionError as error:  # worded as where it is an option of the mechanism
-                raise ValueError(f"{error.field} {error.text}") from None
+            check_argument("cache_dtype", cache_dtype, CacheDtype)
         return build_options(entry, values), cache_dtype
 
     @property

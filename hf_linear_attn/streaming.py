@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from .integration.discovery import longest_input
 from .integration.positions import first_position, position_limit
 from .utils.formatting import near_matches
+from .utils.options import check_argument
 
 #: How a stream counts.
 POSITIONS = {
@@ -68,8 +69,7 @@ def read_stream(
     if positions not in POSITIONS:
         near = near_matches(positions, list(POSITIONS))
         raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}.{near}")
-    if chunk_length < 1:
-        raise ValueError(f"chunk_length must be at least 1, got {chunk_length!r}.")
+    check_argument("chunk_length", chunk_length, int, least=1)
     limit, name = position_limit(model), type(model).__name__
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if positions == "continue":

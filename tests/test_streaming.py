@@ -128,7 +128,7 @@ def test_bytes_of_a_cache():
     ("options", "message"),
     [
         ({"positions": "wrapp"}, "continue, wrap, restart, got 'wrapp'. Did you mean 'wrap'"),
-        ({"chunk_length": 0}, "chunk_length must be at least 1, got 0"),
+        ({"chunk_length": 0}, "chunk_length must be a whole number of at least 1, got 0"),
         ({"positions": "wrap", "period": 97}, "period must lie in 1 to 96, got 97"),
         ({"positions": "wrap", "period": -1}, "period must lie in 1 to 96, got -1"),
     ],

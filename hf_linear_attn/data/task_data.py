@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
 
-from ..utils.options import OptionError
+from ..utils.options import OptionError, check_argument
 from .config import DataConfig
 from .files import (
     FORMATS,
@@ -101,8 +101,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     `encode_pairs`, and where there are fewer tokens than one block.
     """
     datasets = import_datasets()
-    if not isinstance(block_length, int) or block_length < 2:
-        raise ValueError(f"block_length must be a whole number of at least 2, got {block_length!r}.")
+    check_argument("block_length", block_length, int, least=2)
     ending = end_tokens(tokenizer)
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:

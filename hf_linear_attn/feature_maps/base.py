@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..ops.common import FeatureFunction, Features
 from ..ops.formulas import FusedMaps
 from ..registry import FEATURE_MAPS
-from ..utils.options import OptionError, check_options, option
+from ..utils.options import check_argument, check_options, option
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,7 @@ class Options:
         dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
-        try:
-            check_options(self)
-        except OptionError as error:
-            raise ValueError(f"{error.field} {error.text}") from None
+        check_options(self, check_argument)
 
 
 FeatureFunctions = tuple[FeatureFunction, FeatureFunction, FusedMaps | None]

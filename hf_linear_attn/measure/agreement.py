@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..utils.options import check_argument
 from ..utils.progress import OnBatch, report_nothing
 from .recall import generate_greedily, wilson_interval
 
@@ -65,8 +66,7 @@ def measure_agreement(
 
     if not prompts or not all(len(ids) for ids in prompts):
         raise ValueError("prompts: give one prompt or more, of one token or more each.")
-    if new_tokens < 1:
-        raise ValueError(f"new_tokens must be positive, got {new_tokens}.")
+    check_argument("new_tokens", new_tokens, int, least=1)
     rows = []
     for number, prompt in enumerate(prompts):
         on_batch(number, len(prompts))

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker, check_positions, documents_with_a_needle
 from ..data.text import pad_token, padded_batches
 from ..utils.models import evaluation_mode
+from ..utils.options import check_argument
 from ..utils.progress import OnBatch, report_nothing
 from .quality import Score, sentence_embeddings
 from .values import Metric, Values, value
@@ -163,9 +164,10 @@ def measure_recall(
             raise ValueError(f"tasks: {task!r} is none of {', '.join(known)}, which this model can answer.")
     if not lengths or not depths:
         raise ValueError(f"lengths and depths must not be empty, got {lengths} and {depths}.")
-    if trials < 1 or batch_size < 1 or not all(0 <= depth <= 1 for depth in depths):
-        numbers = f"{trials}, {batch_size}, {depths}"
-        raise ValueError(f"trials and batch_size must be positive and depths in 0 to 1, got {numbers}.")
+    check_argument("trials", trials, int, least=1)
+    check_argument("batch_size", batch_size, int, least=1)
+    for depth in depths:
+        check_argument("depths", depth, float, least=0, most=1)
     maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
     cells = [(task, length) for task in chosen for length in lengths]
     rows: list[dict[str, Any]] = []

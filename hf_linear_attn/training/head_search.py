@@ -24,6 +24,7 @@ from ..integration.exact import AttentionCall, exact_attention, observe_attentio
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
 from ..utils.models import Batch, frozen, model_inputs, shared_copy
+from ..utils.options import check_argument
 from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
 from .losses import model_losses
 from .transfer import exact_length, longest_row
@@ -155,8 +156,7 @@ def find_retrieval_heads(
         NotImplementedError: Its attention is not causal, or does not go through the attention interface.
     """
     _check(model, share)
-    if prompts < 1:
-        raise ValueError(f"prompts must be positive, got {prompts}.")
+    check_argument("prompts", prompts, int, least=1)
     if not all(layer.causal for layer in self_attention(model)):
         raise NotImplementedError(f"{type(model).__name__} has bidirectional attention: it predicts no next token.")
     check_positions(model, length + ANSWER_TOKENS)

@@ -6,7 +6,7 @@ Reading options loads neither torch nor transformers.
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -105,16 +105,13 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def check_options(config: Any) -> None:
-    """Check the fields made by `option` of a dataclass against their types and bounds.
-
-    Raises:
-        OptionError: A value of another type, out of bounds, not finite, or a list with an entry twice.
-    """
+def check_options(config: Any, check: Callable[..., None] | None = None) -> None:
+    """Check the fields that `option` made against their types and bounds, by `check_value` or by `check`."""
     hints = get_type_hints(type(config))
     for entry in fields(config):
         if "bounds" in entry.metadata:
-            check_value(entry.name, getattr(config, entry.name), hints[entry.name], **entry.metadata["bounds"])
+            bounds = entry.metadata["bounds"]
+            (check or check_value)(entry.name, getattr(config, entry.name), hints[entry.name], **bounds)
 
 
 def check_value(name: str, value: Any, hint: Any, **bounds: Any) -> None:
@@ -135,6 +132,14 @@ def check_value(name: str, value: Any, hint: Any, **bounds: Any) -> None:
         raise OptionError(name, f"must be {' or '.join([limits.describe(first), *others])}, got {value!r}.")
     if len(set(map(repr, entries))) < len(entries):
         raise OptionError(name, f"has an entry twice: {', '.join(map(str, entries))}.")
+
+
+def check_argument(name: str, value: Any, hint: Any, **bounds: Any) -> None:
+    """Check an argument of a function as `check_value` does. A ValueError says "NAME must be ..., got ..."."""
+    try:
+        check_value(name, value, hint, **bounds)
+    except OptionError as error:
+        raise ValueError(f"{error.field} {error.text}") from None
 
 
 def _union(hint: Any) -> tuple[Any, ...]:

@@ -61,5 +61,5 @@ def test_refusals() -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="one prompt or more"):
         hla.measure_agreement(model, model, [])
-    with pytest.raises(ValueError, match="new_tokens must be positive, got 0"):
+    with pytest.raises(ValueError, match="new_tokens must be a whole number of at least 1, got 0"):
         hla.measure_agreement(model, model, [[1]], new_tokens=0)

@@ -238,8 +238,8 @@ def test_models_of_transformers() -> None:
         ({"tasks": ["retrieval"]}, "which this model can answer"),
         ({"lengths": (12,)}, "takes 7. tokens or more, got 12"),
         ({"lengths": (96,)}, "beyond the model's 96 positions"),
-        ({"depths": (2.0,)}, "depths in 0 to 1"),
-        ({"trials": 0}, "must be positive"),
+        ({"depths": (2.0,)}, "depths must be a finite number of at least 0 and of at most 1, got 2.0"),
+        ({"trials": 0}, "trials must be a whole number of at least 1, got 0"),
         ({"depths": ()}, "must not be empty"),
     ],
 )
