@@ -7,6 +7,7 @@ remain; one of speed is the least speedup, and one of cache the largest share of
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -94,6 +95,13 @@ MODEL_KINDS = {
 #: The measurement that shows what a kind of model loses, where the budget is not one of recall.
 MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}
 
+#: Of budgets at a length: a number above the first and up to the second one, and what it is.
+_RANGES = {
+    "speedup": (1, math.inf, "a speedup of more than 1x"),
+    "cache": (0, math.inf, "a share of the cache"),
+    "recall": (0, 100, "a share of the recall, at most 100%,"),
+}
+
 _NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)\s*"
 
 
@@ -125,12 +133,11 @@ class Budget:
             parts, unit, cost = match.groupdict(), units.get(pattern), _COSTS.get(pattern, "")
             limit = float(parts["limit"])
             length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
-            is_recall = unit is not None and unit.name == "recall"
-            meant = {"speedup": "a speedup of more than 1x", "cache": "a share of the cache"}.get(cost)
-            meant = "a share of the recall, at most 100%," if is_recall else meant
-            if meant and (length < 16 or limit <= (cost == "speedup") or (is_recall and limit > 100)):
+            name = cost if unit is None else unit.name
+            smallest, largest, meant = _RANGES.get(name, (0, math.inf, ""))
+            if meant and (length < 16 or not smallest < limit <= largest):
                 raise ValueError(f"The budget {text!r} is not {meant} at 16 tokens or more.")
-            return cls(text, 100 - limit if is_recall else limit, unit, length, cost)
+            return cls(text, 100 - limit if name == "recall" else limit, unit, length, cost)  # of recall what is lost
         examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
         remedy = f"Budgets look like {examples}, '2x at 4096' or '25% cache at 8192'."
         raise ValueError(f"The budget {text!r} cannot be read. {remedy}")

@@ -105,17 +105,16 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     """
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
-        budget = Budget.parse(config.budget)
-        budget.unit_for(KIND_OF_TASK[config.resolved_task_type])  # an error before any work
+        Budget.parse(config.budget).unit_for(KIND_OF_TASK[config.resolved_task_type])  # an error before any work
     return _execute(config, console, "convert", _convert)
 
 
 def _execute(
-    config: Any, console: Console | None, tool: str, train: Callable[[TrainingRun], dict[str, Any]]
+    config: Any, console: Console | None, tool: str, stages: Callable[[TrainingRun], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Open a run, and train unless it has ended before; show its results and push its model."""
+    """Open a run, and go through its stages unless it has ended before; show its results and push its model."""
     config = config.completed()
-    models.read_attention(config)
+    models.read_attention(config)  # an error before the folder is opened
     run = TrainingRun(config, tool, console)
     path = run.folder / RESULTS_FILE
     with run.interruptible():
@@ -126,7 +125,7 @@ def _execute(
             with open_output(run.folder, (LOG_FILE,)) if run.is_main_process else nullcontext():
                 run.process.wait_for_everyone()
                 run.use_data(_load_data(run))
-                facts = train(run)
+                facts = stages(run)
                 times = {"format_version": 2, "created": utc_now()}
                 results = {**times, "config": to_dict(config), **facts, "stages": run.state}
                 if run.is_main_process:
@@ -163,8 +162,8 @@ def _finetune(run: TrainingRun) -> dict[str, Any]:
 
 def _convert(run: TrainingRun) -> dict[str, Any]:
     """Run all stages, whose metrics are in `run.state`; return what else `results.json` has."""
-    config = run.config
-    if (budget := _budget(run)) is not None:
+    config, budget = run.config, run.budget
+    if budget is not None:
         budget.check_metric(run.data.metric, greater_is_better=run.data.greater_is_better)
     teacher = _teacher(run)
     if config.task_type == "embedding":
@@ -176,7 +175,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
     student = copy.deepcopy(teacher)
     models.patch_as_configured(student, config, _choose_heads(run, teacher))
     facts = _facts(run, student)
-    metrics: Metrics = {}  # of the student, as it is
+    metrics: Metrics = {}  # of the student, as it is; none of an exact one, a control, which is never taken back
     if is_patched(student):
         learns = patch_report(student).parameters > 0
         if learns:
@@ -206,7 +205,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
 
         run.once("speed", time_both)
     if budget is not None:
-        _verify_recall(run, budget, teacher, student)
+        _verify_recall(run, teacher, student)
     _save(run, student, facts, run.state)
     return facts
 
@@ -276,13 +275,9 @@ def _teacher(run: TrainingRun) -> PreTrainedModel:
     return model
 
 
-def _budget(run: TrainingRun) -> Budget | None:
-    return None if run.config.budget is None else Budget.parse(run.config.budget)
-
-
 def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
     """The plan with the key-value heads that stay exact, chosen once, on the first training rows; None without any."""
-    config, data, budget = run.config, run.data, _budget(run)
+    config, data, budget = run.config, run.data, run.budget
     if not config.exact_share and budget is None:
         return None
 
@@ -295,7 +290,7 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
             search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
         chosen, reason = config.options, ""
         if budget is not None:
-            measure = partial(_measure_choice, run, teacher, search, budget)
+            measure = partial(_measure_choice, run, teacher, search)
             choice = choose_heads_and_window(budget, teacher, data.longest, measure, chosen)
             search, chosen = search.with_share(choice.share), {**chosen, "window_size": choice.window}
             if choice.cache_dtype != "auto":
@@ -312,10 +307,10 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
 
 
 def _measure_choice(
-    run: TrainingRun, teacher: PreTrainedModel, heads: ExactHeads, budget: Budget, share: float, window: int
+    run: TrainingRun, teacher: PreTrainedModel, heads: ExactHeads, share: float, window: int
 ) -> float | None:
     """Return the speedup of a share of exact heads with windows for the others, or what it loses untrained."""
-    config, data = run.config, run.data
+    config, data, budget = run.config, run.data, cast(Budget, run.budget)
     plan = heads.with_share(share).plan({"attention": config.attention, **config.options, "window_size": window})
     student, name = patch_model(shared_copy(teacher), plan), f"{share:.0%} exact heads"
     if budget.unit is None:
@@ -346,7 +341,7 @@ def _recall(run: TrainingRun, name: str, model: PreTrainedModel, length: int) ->
     return run.once(f"recall, {name}", measure)
 
 
-def _verify_recall(run: TrainingRun, budget: Budget, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+def _verify_recall(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     """Measure what teacher and student recall, where the model can take such prompts.
 
     They are as long as a budget of recall says, and for other budgets no longer than the training rows. A classifier
@@ -354,8 +349,8 @@ def _verify_recall(run: TrainingRun, budget: Budget, teacher: PreTrainedModel, s
     """
     if run.config.task_type not in RECALL_TASKS:
         return
-    length = run.data.longest
-    if budget.length:
+    length, budget = run.data.longest, run.budget
+    if budget is not None and budget.length:
         length = min(budget.length, length) if budget.unit is None else budget.length
     try:
         for name, model in (("teacher", teacher), ("this model", student)):
@@ -416,8 +411,8 @@ def _long_rows(run: TrainingRun, student: PreTrainedModel) -> Any:
 
 def _calibrated_length(run: TrainingRun) -> int | None:
     """Return the length of the budget where it is beyond those that a calibration has in mind by itself."""
-    budget = _budget(run)
-    return budget.length if budget is not None and budget.length > CALIBRATION_LENGTH else None
+    length = 0 if run.budget is None else run.budget.length
+    return length if length > CALIBRATION_LENGTH else None
 
 
 def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
@@ -541,8 +536,7 @@ def _is_worse(data: TaskData, before: Metrics, after: Metrics, result: str) -> b
 
 def _timed_lengths(run: TrainingRun) -> list[int]:
     """Return the lengths of the config, and that of a budget of speed, which is to be verified."""
-    budget = _budget(run)
-    own = [budget.length] if budget is not None and budget.cost == "speedup" else []
+    own = [run.budget.length] if run.budget is not None and run.budget.cost == "speedup" else []
     return sorted({*run.config.speed.lengths, *own})
 
 

@@ -178,20 +178,20 @@ def measure_quality(study: Study, one: PreparedModel) -> dict[str, Loader]:
     """Measure every variant of a model; return the converted ones, by their label."""
     converted: dict[str, Loader] = {}
     rows = list(variants_of(one, study))
-    every = one.inputs.measurements
-    measurements = {False: every, True: every if one.task else [*every, *of_mechanisms(one)]}
+    of_linear = [*one.inputs.measurements, *(() if one.task else of_mechanisms(one))]
     task = f"{one.task}: " if one.task else ""
-    for number, (variants, linear) in enumerate(rows, start=1):
+    for number, variants in enumerate(rows, start=1):
         texts: dict[str, list[str]] = {score.title: [] for score in one.scores}
         label = ""
         for variant in variants:
             label = variant.label
             status = f"{task}{label} ({number} of {len(rows)})"
-            records = variant.measure(study, measurements[linear], status)
+            measurements = of_linear if variant.is_linear else one.inputs.measurements
+            records = variant.measure(study, measurements, status)
             for score in one.scores:
                 result = records[score.measurement].value(score.metric)
                 texts[score.title] += [] if result is None else [fixed(result, score.digits)]
-            if linear:
+            if variant.is_linear:
                 converted[label] = variant.load
         if label:
             results = ", ".join(f"{title} " + " → ".join(part) for title, part in texts.items())

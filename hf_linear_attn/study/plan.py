@@ -69,8 +69,9 @@ HALVES = ("choice", "verification")
 class PlannedModel(PreparedModel):
     """A model with its data and its patched copies."""
 
-    linear: Variant  # the copy that is linear in every layer that may be converted
+    patched: PreTrainedModel  # a copy that is linear in every layer that may be; `train_patched` trains it
     timed: PreTrainedModel  # another one where a mechanism is built for a too short largest length
+    variant: Variant  # what the measurements of all choices have in common
     lengths: tuple[int, ...]  # to time, in tokens; that of a budget of speed is added
     positions_note: str  # about lengths beyond the model's positions
 
@@ -100,7 +101,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
     if config.save_model is not None:
         target: dict[str, Any] = {"overwrite": config.overwrite, "source": config.model, "option": "--save_model"}
         check_output(config.save_model, ["config.json"], **target)
-    one = _prepare(config, budget)
+    one = prepare_plan(config, budget)
     facts, device, folder = facts_of(one, config), one.exact.model.device, Path(config.output)
     with (
         ConsoleProgress(console) as progress,
@@ -108,7 +109,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
     ):
         _log_data(study, facts)
         facts["resumed"] = len(study.records) > 0
-        facts["transfer"] = train(study, one)
+        facts["transfer"] = train_patched(study, one)
         heads = choose_heads(study, one, config) if config.search == "heads" else ()
         search = LayerSearch(study, one, budget, heads)
         result = search.run()
@@ -120,7 +121,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         written = f"Plan: {folder / PLAN}, with" if result.plan is not None else f"No plan was written. In {folder}:"
         progress.log(f"{written} {PAGE}, {PLOT} and {REPORT}")
         if config.save_model is not None and result.met and result.plan is not None:
-            model = search.convert(one.linear.load(), result.chosen)
+            model = search.convert(one.patched, result.chosen)
             save_checkpoint(model, config.model, config.save_model, overwrite=config.overwrite)
             progress.log(f"Checkpoint: {config.save_model}")
         elif config.save_model is not None:
@@ -138,7 +139,7 @@ def _log_data(study: Study, facts: dict[str, Any]) -> None:
     study.progress.log(f"Records: {study.folder / RECORDS_FILE}; a run that is stopped continues with --resume")
 
 
-def _prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
+def prepare_plan(config: PlanConfig, budget: Budget) -> PlannedModel:
     """Load the model and its data; every error of the input is raised here."""
     name, kind, _ = describe_source(config.model, config.data.task, config.data.dataset)
     if config.threads is not None:
@@ -172,18 +173,19 @@ def _prepare(config: PlanConfig, budget: Budget) -> PlannedModel:
     timed = patched if longer == options else patch_model(shared_copy(model), config.attention, **longer)
     transfer = {"data": inputs.hash, **{key: getattr(settings, key) for key in TRANSFER_SETTINGS}}
     identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": transfer}
-    linear = Variant(config.attention, config.attention, cache(lambda: patched), **identity)
-    return PlannedModel(
-        exact, inputs, settings, linear=linear, timed=timed, lengths=tuple(lengths), positions_note=note
-    )
+    variant = Variant(config.attention, config.attention, lambda: patched, **identity)
+    models: dict[str, Any] = {"patched": patched, "timed": timed, "variant": variant}
+    return PlannedModel(exact, inputs, settings, **models, lengths=tuple(lengths), positions_note=note)
 
 
 def plan_settings(config: PlanConfig, exact: ExactModel) -> Settings:
     """Return how much is measured: more than in an evaluation, because a choice of layers rests on it."""
-    limit, quick, length = exact.positions, config.quick, config.data.max_length
-    if limit is not None and length is not None and length > limit:
-        raise OptionError("data.max_length", f"{length} is beyond the model's {limit} positions. Give {limit} or less.")
-    settings = exact.settings(EvaluateConfig(sequence_length=length, quick=quick, seed=config.seed))
+    quick = config.quick
+    try:
+        usual = EvaluateConfig(sequence_length=config.data.max_length, quick=quick, seed=config.seed)
+        settings = exact.settings(usual)
+    except OptionError as error:
+        raise OptionError("data.max_length", error.text) from None
     return replace(
         settings,
         attentions=(config.attention,),
@@ -196,16 +198,16 @@ def plan_settings(config: PlanConfig, exact: ExactModel) -> Settings:
     )
 
 
-def train(study: Study, one: PlannedModel) -> dict[str, Any]:
-    """Train the learned parts of all layers of the linear copy, once, or load them; return what the report says of it.
+def train_patched(study: Study, one: PlannedModel) -> dict[str, Any]:
+    """Train the learned parts of all layers of `patched`, once, or load them; return what the report says of it.
 
     Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice of
     layers.
     """
-    if not one.settings.steps or not ATTENTIONS.get(one.linear.attention).learned:
+    if not one.settings.steps or not ATTENTIONS.get(one.variant.attention).learned:
         return {}
-    conditions = one.linear.of(one.exact.conditions("attention_transfer"))
-    transferred(one, study, one.linear.load(), conditions)  # `load` returns this same model, trained from now on
+    conditions = one.variant.of(one.exact.conditions("attention_transfer"))
+    transferred(one, study, one.patched, conditions)
     record = study.records.latest(conditions)
     assert record is not None
     names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}
@@ -230,7 +232,7 @@ def choose_heads(study: Study, one: PlannedModel, config: PlanConfig) -> list[Ex
         rows = search.table.drop(columns="chosen").melt(["layer", "head"], var_name="metric")
         return rows.to_dict("records")
 
-    record = study.measure(one.linear.of(one.exact.conditions("exact_heads")), rank)
+    record = study.measure(one.variant.of(one.exact.conditions("exact_heads")), rank)
     table = pd.DataFrame(record.values).pivot(index=["layer", "head"], columns="metric", values="value")
     search = ExactHeads.first_rows(table.reset_index(), 0, {"attention": config.attention, **config.options})
     return [search.with_share(share) for share in HEAD_SHARES]
@@ -243,7 +245,7 @@ def facts_of(one: PlannedModel, config: PlanConfig) -> dict[str, Any]:
     measured = (*TRANSFER_SETTINGS, "test_sequences", "perplexity_tokens", "seconds")
     settings = {name: getattr(config, name) for name in names} | {"lengths": one.lengths}
     source = facts["source"] if config.data.dataset is None else Path(config.data.dataset).name
-    parameters = patch_report(one.linear.load()).parameters
+    parameters = patch_report(one.patched).parameters
     rows = {name: facts[name] for name in ("rows", "train", *HALVES)}
     return {
         "format_version": PLAN_VERSION,
@@ -312,7 +314,7 @@ class LayerSearch:
             unit=unit,
             score={"title": score.title, "digits": score.digits, "divergence": MODEL_KINDS[unit.measurement][1]},
             baseline=str(self.planned.exact.model.config._attn_implementation),
-            attention=self.planned.linear.attention,
+            attention=self.planned.variant.attention,
             mechanisms=self.mechanisms,
             part=part,
             total=len(self.heads[0].table) if self.heads else len(self_attention(self.planned.exact.model)),
@@ -336,7 +338,7 @@ class LayerSearch:
     @cached_property
     def mechanisms(self) -> dict[str, dict[str, Any]]:
         """The mechanism of each linear layer, with its options, by the layer's index."""
-        return mechanisms_of(self.planned.linear.load())
+        return mechanisms_of(self.planned.patched)
 
     @cached_property
     def score(self) -> Score:
@@ -395,8 +397,8 @@ class LayerSearch:
 
     def variant(self, data: str, layers: str, load: Loader) -> Variant:
         """Return a model of the search. `layers` are the linear ones as text, `exact` or `none`."""
-        settings = {**self.planned.linear.settings, "data_set": data, "layers": layers}
-        return replace(self.planned.linear, label=layers, load=cache(load), settings=settings)
+        settings = {**self.planned.variant.settings, "data_set": data, "layers": layers}
+        return replace(self.planned.variant, label=layers, load=cache(load), settings=settings)
 
     def values(self, data: str, layers: str, load: Loader) -> dict[str, Any]:
         """Return the values of a model's quality, and the standard error of its score."""
@@ -421,7 +423,7 @@ class LayerSearch:
 
     def with_quality(self, one: Candidate, data: str) -> Candidate:
         """Return a candidate with the quality of its model on a data set."""
-        values = self.values(data, one.name, partial(self.convert, self.planned.linear.load(), one))
+        values = self.values(data, one.name, partial(self.convert, self.planned.patched, one))
         return replace(
             one,
             divergence=values["divergence"],

@@ -19,7 +19,7 @@ from ..utils.files import atomic_write, write_json
 from ..utils.formatting import fixed
 from ..utils.timing import EQUAL, FASTER, Crossover, crossover, is_measurable
 from .study import RECORDS_FILE, Records
-from .variants import EXACT_LABEL, WITHOUT_ATTENTION
+from .variants import EXACT_LABEL, LINEAR_STATES, STATES, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
     import pandas
@@ -41,9 +41,6 @@ FIDELITY = (
     Score("fidelity", "kl", "KL, nats", higher_is_better=False, digits=2),
     Score("fidelity", "output_error", "output error", higher_is_better=False, digits=2),
 )
-
-#: States of the models, in the order of the summary's rows.
-STATES = ("exact", "tuned", "untrained", "transferred", "converted", "without attention")
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class Evaluation:
     @property
     def mechanisms(self) -> list[str]:
         """The rows of linear attention."""
-        return [label for label, state in self.states.items() if state in ("untrained", "transferred", "converted")]
+        return [label for label, state in self.states.items() if state in LINEAR_STATES]
 
     @cached_property
     def _parts(self) -> dict[tuple[str, str], pandas.DataFrame]:

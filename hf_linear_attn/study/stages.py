@@ -41,6 +41,7 @@ from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from ..utils.options import flatten, to_dict
+from .budgets import Budget
 from .study import LEARNED_FOLDER, RECORDS_FILE, Conditions, Records, Study
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.
@@ -163,6 +164,8 @@ class TrainingRun:
         if config.output is None:
             raise ValueError("There is no folder for the result. Give one with --output.")
         self.config, self.tool = config, tool
+        budget = getattr(config, "budget", None)
+        self.budget = None if budget is None else Budget.parse(budget)
         self.folder = Path(config.output)
         self.console = console or Console(stderr=True)
         self.trackers = installed_trackers(config.report_to)
@@ -500,16 +503,19 @@ class TrainingRun:
                 metric_for_best_model=data.metric,
                 greater_is_better=data.greater_is_better,
             )
-        for name in section.arguments:
-            if name not in known:
-                raise ValueError(f"arguments: TrainingArguments has no field {name!r}.{near_matches(name, known)}")
-            if name in values or hasattr(self.config, name):
-                raise ValueError(f"arguments: {name!r} is an option of its own, or set by this command. Leave it out.")
+        for argument in section.arguments:
+            if argument not in known:
+                problem = f"TrainingArguments has no field {argument!r}.{near_matches(argument, known)}"
+                raise ValueError(f"arguments: {problem}")
+            if argument in values or hasattr(self.config, argument):
+                raise ValueError(
+                    f"arguments: {argument!r} is an option of its own, or set by this command. Leave it out."
+                )
         return config_class(**{"logging_steps": 10, "logging_first_step": True, **values, **section.arguments})
 
     def _common_arguments(self, folder: Path) -> dict[str, Any]:
         config = self.config
-        section = config.train if hasattr(config, "train") else config.distill
+        section = config.train if self.tool == "finetune" else config.distill
         batch = config.per_device_eval_batch_size or 2 * section.per_device_train_batch_size
         return {
             "output_dir": str(folder),

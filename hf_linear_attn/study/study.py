@@ -63,7 +63,7 @@ class Conditions:
     fingerprint: str = ""  # a hash of its weights
     attention: str = ""  # the mechanism: a registered name, `softmax`, or `none` for a model without attention
     measurement: str = ""  # what is measured, such as `perplexity` or `forward`
-    state: str = ""  # what was done to the mechanism (`results.STATES`); empty for times, which do not depend on it
+    state: str = ""  # what was done to the mechanism (`variants.STATES`); empty for times, which do not depend on it
     seed: int | None = None  # of random features and of the training
     task: str = ""  # the labelled task
     length: int | None = None  # tokens of each sequence, where it is one number

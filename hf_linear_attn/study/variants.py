@@ -29,6 +29,10 @@ from .study import Conditions, Learned, Record, Study
 #: Labels of the two references, and the mechanism's name of a model without attention.
 EXACT_LABEL, WITHOUT_ATTENTION, NO_ATTENTION = "exact", "without attention", "none"
 
+#: What was done to a model with linear attention, and to any variant, in the order of tables.
+LINEAR_STATES = ("untrained", "transferred", "converted")
+STATES = ("exact", "tuned", *LINEAR_STATES, "without attention")
+
 Loader = Callable[[], PreTrainedModel]
 
 #: Of the settings, what an attention transfer depends on.
@@ -42,10 +46,14 @@ class Variant:
     label: str  # the row of tables that it belongs to
     attention: str  # the mechanism
     load: Loader
-    state: str = ""  # what was done to the mechanism (`results.STATES`)
+    state: str = ""  # one of `STATES`
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_linear(self) -> bool:
+        return self.state in LINEAR_STATES
 
     def of(self, conditions: Conditions) -> Conditions:
         """Return the conditions of a measurement of this variant."""
@@ -78,18 +86,17 @@ def references(model: PreTrainedModel) -> list[Variant]:
     ]
 
 
-def variants_of(one: PreparedModel, study: Study) -> Iterator[tuple[list[Variant], bool]]:
-    """Yield the variants of a model by rows of the summary, and whether they are linear."""
+def variants_of(one: PreparedModel, study: Study) -> Iterator[list[Variant]]:
+    """Yield the variants of a model by rows of the summary."""
     for reference in references(one.exact.model):
-        yield [reference], False
+        yield [reference]
     for name in one.settings.attentions:
         for seed in one.settings.seeds:
-            yield mechanism_stages(one, study, name, seed), True
+            yield mechanism_stages(one, study, name, seed)
     for group in one.groups:
         for folder, fingerprint in group.folders.items():
             load = cache(partial(group.load, folder, one.exact.kind, one.exact.model.device))
-            own = Variant(group.label, group.attention, load, group.state, settings={"checkpoint": fingerprint})
-            yield [own], bool(group.layers)
+            yield [Variant(group.label, group.attention, load, group.state, settings={"checkpoint": fingerprint})]
 
 
 def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> list[Variant]:
@@ -101,6 +108,9 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
     trains, options = entry.learned and settings.steps > 0, seed_options(entry, seed)
     if not trains and not options and seed != settings.seeds[0]:
         return []
+    transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
+    transfer |= {"data": inputs.hash, "order": settings.seed}
+    rows = {key: item for key, item in transfer.items() if key not in ("steps", "evaluations")}
 
     def calibrated() -> PreTrainedModel:
         model = patch_model(shared_copy(exact.model), name, **options)
@@ -116,13 +126,10 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
     untrained = Variant(name, name, cache(calibrated), "untrained", seed if trains or options else None, options)
     if not trains:
         return [untrained]
-    transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
-    transfer |= {"data": inputs.hash, "order": settings.seed}
-    rows = {key: item for key, item in transfer.items() if key not in ("steps", "evaluations")}
-    after = replace(untrained, state="transferred", settings={"transfer": transfer})
+    after = replace(untrained, load=cache(trained), state="transferred", settings={"transfer": transfer})
     conditions = after.of(exact.conditions("attention_transfer"))
     study.records.use(conditions, name)  # the report shows an earlier transfer also where nothing has to be measured
-    return [replace(untrained, settings={"calibration": rows}), replace(after, load=cache(trained))]
+    return [replace(untrained, settings={"calibration": rows}), after]
 
 
 def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions) -> PreTrainedModel:
