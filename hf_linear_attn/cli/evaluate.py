@@ -1,6 +1,6 @@
 """`hf-linear-attn evaluate`."""
 
-from ..study.settings import EvaluateConfig
+from ..study.options import EvaluateConfig
 from .verb import Verb
 
 

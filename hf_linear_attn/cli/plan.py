@@ -2,7 +2,7 @@
 
 import hf_linear_attn as hla
 
-from ..study.settings import PlanConfig
+from ..study.options import PlanConfig
 from .verb import Verb
 
 VERB = Verb(

@@ -191,6 +191,9 @@ AUTO_CLASSES = {
     "embedding": "AutoModel",
 }
 
+#: What evaluations, plans and budgets call a model for a task.
+KINDS = {"causal-lm": "decoder", "embedding": "encoder", "classification": "classifier"}
+
 
 @dataclass
 class TaskData:

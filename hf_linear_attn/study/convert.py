@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import LinearAttentionConfig
-from ..data.task_data import TaskData, load_splits, load_task_data, row_lengths
+from ..data.task_data import KINDS, TaskData, load_splits, load_task_data, row_lengths
 from ..data.text import packed_rows, standard_library_documents
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
@@ -61,9 +61,6 @@ OTHER_DOCUMENTS = 50
 #: Share of heads that a search for a budget chooses; the ranking that it leaves serves any share.
 SEARCH_SHARE = 0.2
 
-#: The kinds of models, as budgets name them.
-KIND_OF_TASK = {"causal-lm": "decoder", "classification": "classifier", "embedding": "encoder"}
-
 #: What a model that is converted for a budget is asked, and the texts that it is asked about, at three depths each.
 RECALL_TASKS, RECALL_TRIALS = {"causal-lm": "niah_multikey_1", "embedding": RETRIEVAL}, 16
 
@@ -105,7 +102,7 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     """
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
-        Budget.parse(config.budget).unit_for(KIND_OF_TASK[config.resolved_task_type])  # an error before any work
+        Budget.parse(config.budget).unit_for(KINDS[config.resolved_task_type])  # an error before any work
     return _execute(config, console, "convert", _convert)
 
 

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..checkpoints import load_pretrained, read_config, read_tokenizer
 from ..data.config import DataConfig
 from ..data.files import TEXT_FORMATS, file_suffix
-from ..data.task_data import load_task_data, read_documents
+from ..data.task_data import AUTO_CLASSES, KINDS, load_task_data, read_documents
 from ..data.tasks import TASKS, higher_is_better, load_task
 from ..data.text import (
     Text,
@@ -59,15 +59,11 @@ from ..utils.gguf import dequantized, split_source
 from ..utils.models import Batch, quiet_transformers, shared_copy, torch_device
 from ..utils.options import OptionError, default_of
 from ..utils.sources import loading_errors
-from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, Settings, resolve_settings
+from .options import PYTHON_DOCUMENTATION, Amounts, EvaluateConfig, resolve_amounts
 from .study import Conditions
 
 #: Kinds of models, and the auto class of each.
-MODEL_CLASSES = {
-    "decoder": "AutoModelForCausalLM",
-    "encoder": "AutoModel",
-    "classifier": "AutoModelForSequenceClassification",
-}
+MODEL_CLASSES = {kind: AUTO_CLASSES[task] for task, kind in KINDS.items()}
 
 Measurement = tuple[Conditions, Metric]
 """What is measured of each variant of a model; the conditions lack what the variant adds (see `Variant.of`)."""
@@ -115,10 +111,10 @@ class ExactModel:
         """The longest input in tokens, or None."""
         return longest_input(self.model)
 
-    def settings(self, config: EvaluateConfig) -> Settings:
-        """Return how much is measured (see `resolve_settings`)."""
+    def amounts(self, config: EvaluateConfig) -> Amounts:
+        """Return how much is measured (see `resolve_amounts`)."""
         table = has_position_table(self.model)
-        return resolve_settings(config, self.kind, self.positions, dtype_name(self.model), table=table)
+        return resolve_amounts(config, self.kind, self.positions, dtype_name(self.model), table=table)
 
     def cast(self, dtype: str | None) -> ExactModel:
         """Return a copy in another precision; the same object if that is its own (or None)."""
@@ -384,41 +380,41 @@ def score_of(conditions: Conditions) -> Score | None:
 
 
 def read_inputs(
-    exact: ExactModel, text: Text | None, data: DataConfig, settings: Settings, parts: Sequence[str] = HELD_OUT
+    exact: ExactModel, text: Text | None, data: DataConfig, amounts: Amounts, parts: Sequence[str] = HELD_OUT
 ) -> Inputs:
     """Return the batches of a text, or without one of the labelled data. It raises as `text_inputs`, `task_inputs`."""
     if text is None:
-        return task_inputs(exact, data, settings, parts)
-    return text_inputs(exact, text, settings, parts)
+        return task_inputs(exact, data, amounts, parts)
+    return text_inputs(exact, text, amounts, parts)
 
 
-def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequence[str] = HELD_OUT) -> Inputs:
+def text_inputs(exact: ExactModel, text: Text, amounts: Amounts, parts: Sequence[str] = HELD_OUT) -> Inputs:
     """Cut a text into batches of rows (see `text_rows`); measured are the perplexity or the embeddings of each part.
 
     Raises:
         ValueError: It is too short.
     """
-    tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", settings.sequence_length
-    counts = ((text.train, settings.train_sequences), (text.validation, settings.test_sequences))
+    tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", amounts.sequence_length
+    counts = ((text.train, amounts.train_sequences), (text.validation, amounts.test_sequences))
     train, test = (
         [{"input_ids": ids} for ids in text_rows(tokenizer, part, length, count, causal=causal)]
         for part, count in counts
     )
 
     def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
-        return [*padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))]
+        return [*padded_batches([row["input_ids"] for row in rows], amounts.batch_size, pad_token(tokenizer))]
 
-    inputs = _split(train, test, batches, settings, text.source, text.sha256)
+    inputs = _split(train, test, batches, amounts, text.source, text.sha256)
     inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)
     split = [text.validation] if len(parts) == 1 else split_halves(text.validation)
     for name, documents in zip(parts, split, strict=True):
-        windows = {"context": settings.context, "stride": settings.stride} if causal else {}
+        windows = {"context": amounts.context, "stride": amounts.stride} if causal else {}
         if causal:
-            rows = packed_rows(tokenizer, documents, settings.perplexity_tokens)[:1]
-            metric = perplexity_metric(rows, **windows, batch_size=settings.batch_size, exact=exact.model)
+            rows = packed_rows(tokenizer, documents, amounts.perplexity_tokens)[:1]
+            metric = perplexity_metric(rows, **windows, batch_size=amounts.batch_size, exact=exact.model)
         else:
-            rows = text_rows(tokenizer, documents, length, settings.test_sequences, causal=False)
-            metric = embedding_metric(exact.model, padded_batches(rows, settings.batch_size, pad_token(tokenizer)))
+            rows = text_rows(tokenizer, documents, length, amounts.test_sequences, causal=False)
+            metric = embedding_metric(exact.model, padded_batches(rows, amounts.batch_size, pad_token(tokenizer)))
         facts = row_facts(map(len, rows))
         if facts["tokens"] < 2:
             raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
@@ -429,7 +425,7 @@ def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequen
     return inputs
 
 
-def task_inputs(exact: ExactModel, data: DataConfig, settings: Settings, parts: Sequence[str] = HELD_OUT) -> Inputs:
+def task_inputs(exact: ExactModel, data: DataConfig, amounts: Amounts, parts: Sequence[str] = HELD_OUT) -> Inputs:
     """Encode labelled data: train rows for the transfer (without labels), validation rows to measure on.
 
     With several parts the validation rows are dealt out to them; with one, each validation set is measured by itself.
@@ -438,9 +434,9 @@ def task_inputs(exact: ExactModel, data: DataConfig, settings: Settings, parts: 
         ValueError: The model was trained with other labels, or there are too few rows.
         OSError, ImportError: As `load_task_data`.
     """
-    count = settings.train_sequences + settings.validation_sequences
-    limited = replace(data, max_length=settings.sequence_length, max_train_samples=data.max_train_samples or count)
-    task = load_task_data("classification", exact.tokenizer, limited, settings.seed)
+    count = amounts.train_sequences + amounts.validation_sequences
+    limited = replace(data, max_length=amounts.sequence_length, max_train_samples=data.max_train_samples or count)
+    task = load_task_data("classification", exact.tokenizer, limited, amounts.seed)
     task.check_labels(exact.model.config, "The model")
     train = list(task.train)
     labeled = {f"_{name}" if name else "": list(part) for name, part in task.validation.items()}
@@ -448,12 +444,12 @@ def task_inputs(exact: ExactModel, data: DataConfig, settings: Settings, parts: 
 
     def batches(rows: Sequence[Mapping[str, Any]], *, labels: bool = False) -> list[Batch]:
         rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
-        size = settings.batch_size
+        size = amounts.batch_size
         return [dict(task.collator(rows[start : start + size])) for start in range(0, len(rows), size)]
 
     source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
-    inputs = _split(train, rows, batches, settings, f"the validation data of {source}", digest)
+    inputs = _split(train, rows, batches, amounts, f"the validation data of {source}", digest)
     for number, name in enumerate(parts):
         sets = labeled if len(parts) == 1 else {"": rows[number :: len(parts)]}
         inputs.facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
@@ -472,7 +468,7 @@ def _split(
     train: list[Any],
     test: Sequence[Mapping[str, Any]],
     batches: Callable[[Sequence[Mapping[str, Any]]], list[Batch]],
-    settings: Settings,
+    amounts: Amounts,
     source: str,
     digest: str,
 ) -> Inputs:
@@ -480,10 +476,10 @@ def _split(
     if len(train) < 4 or len(test) < 2:
         counts = f"{len(train)} inputs to train on and {len(test)} to measure on"
         raise ValueError(f"{source} gives {counts}; 4 and 2 are needed. Give more data.")
-    random.Random(settings.seed).shuffle(train)
-    count = max(1, min(settings.validation_sequences, len(train) // 4))
+    random.Random(amounts.seed).shuffle(train)
+    count = max(1, min(amounts.validation_sequences, len(train) // 4))
     parts = {"train": train[count:], "held_out": test}
-    parts["fidelity"] = evenly_spread(test, settings.fidelity_sequences)
+    parts["fidelity"] = evenly_spread(test, amounts.fidelity_sequences)
     lengths = {name: row_facts(len(row["input_ids"]) for row in rows) for name, rows in parts.items()}
     return Inputs(
         train=batches(train[count:]),
@@ -501,9 +497,9 @@ def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> 
     return exact.conditions("recall", settings=settings), metric
 
 
-def add_sentence_pairs(
-    inputs: Inputs, exact: ExactModel, folder: str, settings: Settings, max_rows: int | None
-) -> None:
+def with_sentence_pairs(
+    inputs: Inputs, exact: ExactModel, folder: str, amounts: Amounts, max_rows: int | None
+) -> Inputs:
     """Measure first how embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
 
     Raises:
@@ -512,15 +508,15 @@ def add_sentence_pairs(
     rows = list(load_task("stsb", folder=folder)["validation"])
     rows = rows if max_rows is None else evenly_spread(rows, max_rows)
     texts = [row[column] for column in ("sentence1", "sentence2") for row in rows]
-    tokenizer, length = exact.tokenizer, settings.sequence_length
+    tokenizer, length = exact.tokenizer, amounts.sequence_length
     ids = [encode_text(tokenizer, text, add_special_tokens=True) for text in texts]
     ids = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in ids]
-    options: dict[str, Any] = {"batch_size": max(settings.batch_size, 16), "pad": pad_token(tokenizer)}
+    options: dict[str, Any] = {"batch_size": max(amounts.batch_size, 16), "pad": pad_token(tokenizer)}
     metric = sentence_pair_metric(ids, [float(row["label"]) for row in rows], **options)
     digest = hashlib.sha256(repr([ids, [row["label"] for row in rows]]).encode())
     conditions = exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)})
-    inputs.facts["sentence_pairs"] = f"STS-B validation, {Path(folder).name}"
-    inputs.measurements.insert(0, (conditions, metric))
+    facts = {**inputs.facts, "sentence_pairs": f"STS-B validation, {Path(folder).name}"}
+    return replace(inputs, facts=facts, measurements=[(conditions, metric), *inputs.measurements])
 
 
 def split_halves(documents: Sequence[str]) -> list[Sequence[str]]:
@@ -549,7 +545,7 @@ class PreparedModel:
 
     exact: ExactModel
     inputs: Inputs
-    settings: Settings
+    amounts: Amounts
     groups: tuple[CheckpointGroup, ...] = ()  # checkpoints
     task: str = ""  # a further task that this model is for; only its scores are measured then
 
@@ -569,10 +565,10 @@ def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Tex
         torch.set_num_threads(config.threads)
     labels: dict[str, str] = {}
     first = _prepare(model, config.for_task(None), labels, tokenizer, text)
-    if not first.settings.attentions and not any(group.layers for group in first.groups):
+    if not first.amounts.attentions and not any(group.layers for group in first.groups):
         raise ValueError("There is nothing to compare: give --attention or --converted.")
-    for name in first.settings.attentions:
-        options = seed_options(ATTENTIONS.get(name), first.settings.seed)
+    for name in first.amounts.attentions:
+        options = seed_options(ATTENTIONS.get(name), first.amounts.seed)
         check_fits(first.exact.model, name, "measured", **options)
     others = config.data.other_tasks.items()
     return [
@@ -603,16 +599,17 @@ def _prepare(
         refuse_unused(data, "metrics", *(["max_eval_samples"] if config.data.sts is None else []))
     title = task or Path(str(config.data.dataset)).name
     exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
-    settings = exact.settings(config)
+    amounts = exact.amounts(config)
     if first is not None:
-        settings = replace(settings, **{key: getattr(first.settings, key) for key in ("attentions", "seeds", "steps")})
+        amounts = replace(amounts, **{key: getattr(first.amounts, key) for key in ("attentions", "seeds", "steps")})
         _check_like_first(str(source), task, exact.model, groups, first)
-    inputs = read_inputs(exact, text, data, settings)
+    inputs = read_inputs(exact, text, data, amounts)
     if config.data.sts is not None:
-        add_sentence_pairs(inputs, exact, config.data.sts, settings, data.max_eval_samples)
+        inputs = with_sentence_pairs(inputs, exact, config.data.sts, amounts, data.max_eval_samples)
     if config.recall_lengths:
-        inputs.measurements.append(recall_measurement(exact, config.recall_lengths, config.seed))
-    return PreparedModel(exact, inputs, settings, tuple(groups), task or "" if first else "")
+        recall = recall_measurement(exact, config.recall_lengths, config.seed)
+        inputs = replace(inputs, measurements=[*inputs.measurements, recall])
+    return PreparedModel(exact, inputs, amounts, tuple(groups), task or "" if first else "")
 
 
 def refuse_unused(data: DataConfig, *names: str) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..integration.models import check_patched
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
 from ..utils.models import Batch, frozen, model_inputs, refuse_single_batch
-from ..utils.options import check_value
+from ..utils.options import check_options, option
 from .calibration import calibrate_untrained
 from .losses import layer_loss
 from .options import AttentionLoss
@@ -93,7 +92,7 @@ def transfer_attention(
     *,
     steps: int = 200,
     lr: float | None = None,
-    loss: str = "auto",
+    loss: AttentionLoss = "auto",
     validation: Iterable[Batch] | None = None,
     evaluate_every: int = 25,
     patience: int | None = None,
@@ -160,23 +159,8 @@ def transfer_attention(
         InterruptedRunError: A signal; the checkpoint has been written.
         FloatingPointError: The loss became infinite or NaN. The parameters are restored.
     """
-    check_value("steps", steps, int, least=1)
-    check_value("lr", lr, float | None, above=0)
-    check_value("loss", loss, AttentionLoss)
-    check_value("evaluate_every", evaluate_every, int, least=1)
-    check_value("patience", patience, int | None, least=1)
-    check_value("gradient_accumulation_steps", gradient_accumulation_steps, int, least=1)
-    check_value("max_grad_norm", max_grad_norm, float, least=0)
-    check_value("save_every", save_every, int | None, least=0)
-    options = SimpleNamespace(
-        steps=steps,
-        lr=lr,
-        loss=loss,
-        evaluate_every=evaluate_every,
-        patience=patience,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        max_grad_norm=max_grad_norm,
-        save_every=save_every,
+    options = _LoopOptions(
+        steps, lr, loss, evaluate_every, patience, gradient_accumulation_steps, max_grad_norm, save_every
     )
     for name, value in (("batches", batches), ("validation", validation)):
         refuse_single_batch(value, name)
@@ -202,6 +186,23 @@ def transfer_attention(
         return run.train(None if checkpoint is None else Path(checkpoint))
 
 
+@dataclass(frozen=True)
+class _LoopOptions:
+    """Arguments of `transfer_attention`."""
+
+    steps: int = option(least=1)
+    lr: float | None = option(above=0)
+    loss: AttentionLoss = option()
+    evaluate_every: int = option(least=1)
+    patience: int | None = option(least=1)
+    gradient_accumulation_steps: int = option(least=1)
+    max_grad_norm: float = option(least=0)
+    save_every: int = option(least=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
 class _Run:
     """The loop of an attention transfer."""
 
@@ -210,7 +211,7 @@ class _Run:
         objective: "AttentionTransferLoss",
         stream: "_Stream",
         held_out: list[Batch],
-        options: Any,
+        options: _LoopOptions,
         accelerator: Accelerator | None,
         progress: ProgressFunction | None,
         log: LogFunction | None,

@@ -21,8 +21,8 @@ from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
+from hf_linear_attn.study.options import PYTHON_DOCUMENTATION
 from hf_linear_attn.study.prepare import is_decoder, load_exact
-from hf_linear_attn.study.settings import PYTHON_DOCUMENTATION
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy

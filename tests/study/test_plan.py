@@ -23,11 +23,11 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.data.text import hold_out
 from hf_linear_attn.measure.quality import Assessment, assess
-from hf_linear_attn.study import settings
+from hf_linear_attn.study import options
+from hf_linear_attn.study.options import PlanConfig
 from hf_linear_attn.study.plan import plan
 from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.study.prepare import split_halves
-from hf_linear_attn.study.settings import PlanConfig
 from hf_linear_attn.study.study import RECORDS_FILE, Records
 from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.utils.progress import ConsoleProgress
@@ -461,7 +461,7 @@ def test_flags() -> None:
 
 
 def test_help_does_not_import_torch() -> None:
-    code = "import sys; from hf_linear_attn.study import settings; print('torch' in sys.modules)"
+    code = "import sys; from hf_linear_attn.study import options; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-    assert settings.PlanConfig.__doc__
+    assert options.PlanConfig.__doc__
