@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 #: Smallest value a normaliser may take. It is a floor, not an addend: a query whose keys are all masked gets 0/EPS = 0,
@@ -327,3 +329,40 @@ def constant_result(function: Callable[[], T]) -> Callable[[], T]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+class _Underivable(torch.autograd.Function):
+    """The first tensors as a function of all, whose derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError(
+            "The fused kernels of hf_linear_attn have first derivatives only. Compute this model with "
+            "hf_linear_attn.use_backend('torch')."
+        )
+
+
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate `backward(ctx, saved_tensors, *gradients)` of a kernel: differentiating it in turn is an error.
+
+    That of `once_differentiable` is missed by `torch.autograd.grad`, which leaves out all that does not lead to the
+    tensors it is asked for.
+    """
+    once = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *gradients: Any) -> Any:
+        saved = ctx.saved_tensors  # read once, because recomputed activations are freed by the first access
+        outputs = once(ctx, saved, *gradients)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return outputs
+        sources = [one for one in (*gradients, *saved) if one is not None and one.requires_grad]
+        known = [one.detach() for one in outputs if isinstance(one, Tensor)]
+        linked = iter(_Underivable.apply(len(known), *known, *sources))
+        return tuple(next(linked) if isinstance(one, Tensor) else one for one in outputs)
+
+    return wrapper

@@ -38,3 +38,17 @@ def test_formulas_that_do_not_fit_are_refused(fused_map, features, reason):
     functions = [lambda x, start: Features(x)] * 2
     call = KernelizedCall(q, k, v, *functions, (fused_map, fused_map), features, False)
     assert re.search(reason, NativeBackend().unsupported_reason(call) or "")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_derivatives_of_gradients_are_refused(causal):
+    """`torch.autograd.grad` leaves out what does not lead to its inputs: the error must lie on the way to each."""
+    q, k, v = (tensor.requires_grad_() for tensor in qkv(5, groups=4))
+    functions = [lambda x, start: Features(x)] * 2
+    out, _ = NativeBackend().run(KernelizedCall(q, k, v, *functions, (FusedMap("elu"), FusedMap("elu")), 6, causal))
+    scale = torch.ones((), requires_grad=True)
+    for loss, sources in ((out.sum(), (q, k, v)), (scale * out.pow(2).sum(), (q, k, v, scale))):
+        (gradient,) = torch.autograd.grad(loss, q, create_graph=True, retain_graph=True)
+        for source in sources:
+            with pytest.raises(NotImplementedError, match=r"first derivatives only\..*use_backend\('torch'\)"):
+                torch.autograd.grad(gradient.sum(), source, retain_graph=True)

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..common import constant_result, parameter_gradient, readable, token_major
+from ..common import constant_result, first_derivative, parameter_gradient, readable, token_major
 from ..formulas import PARTS, FusedMap
 from ..kernel_inputs import DTYPES
 from .build import library
@@ -314,9 +313,8 @@ class _Kernel(torch.autograd.Function):
         return outputs["out"]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, out_gradient: Tensor) -> Any:
-        tensors = ctx.saved_tensors  # read once, because recomputed activations are freed by the first access
+    @first_derivative
+    def backward(ctx: Any, tensors: tuple[Tensor, ...], out_gradient: Tensor) -> Any:
         inputs = {**dict(zip(ctx.names, tensors, strict=True)), "out_gradient": out_gradient}
         gradients: Tensors = {}
         for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=False):

@@ -8,11 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..calls import KernelizedCall
-from ..common import DENOMINATOR_EPS, State, parameter_gradient, readable, token_major
+from ..common import DENOMINATOR_EPS, State, first_derivative, parameter_gradient, readable, token_major
 from ..formulas import PARTS, FusedMap
 from . import interpreted, kernels, power_of_two
 from .kernels import MapArguments, Rows
@@ -359,9 +358,9 @@ class _Attention(torch.autograd.Function):
         return out, normaliser, row_scale
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, *parameters, out, normaliser, states, mask = ctx.saved_tensors
+    @first_derivative
+    def backward(ctx: Any, saved: tuple[Any, ...], *gradients: Any) -> Any:
+        query, key, value, *parameters, out, normaliser, states, mask = saved
         call = ctx.call.replace(query=query, key=key, value=value, mask=mask)
         if normaliser is None:  # there are no keys
             tensors = (query, key, value, *parameters)
