@@ -94,13 +94,21 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: P
                 "(sliding_window=None, or 'full_attention' in layer_types)."
             )
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
-    foreign = foreign_attention(root, {id(layer.config) for layer, _ in planned.values()})
+    configs = {id(layer.config) for layer, _ in planned.values()}
+    foreign = foreign_attention(root, configs)
     if foreign:
         raise NotImplementedError(
             f"{type(root).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
             "attention interface, from masks that it shares with the layers to patch. It would need to call "
             "ALL_ATTENTION_FUNCTIONS."
         )
+    for _, layer in numbers.values():
+        # It would find another attention implementation than those that it makes a mask of the chosen keys for.
+        if getattr(layer.module, "indexer", None) is not None and id(layer.config) in configs:
+            raise NotImplementedError(
+                f"{type(root).__name__} cannot be patched: in {layer.name} ({type(layer.module).__name__}) an indexer "
+                "chooses the keys of each query, from masks that it shares with the layers to patch."
+            )
     _warn_of_flags(root, [layer for layer, _ in planned.values()])
     return planned
 

@@ -59,6 +59,22 @@ def test_padding_beside_layers_that_reuse_keys_and_values():
         assert_close(torch.stack(padded.logits)[:, row], torch.stack(alone.logits)[:, 0])
 
 
+def test_layers_whose_keys_an_indexer_chooses():
+    """MiniMax M3 masks the other keys where it knows the attention implementation, and would see all of them."""
+    config = AutoConfig.for_model(
+        "minimax_m3_vl_text",
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 8, "rotary_dim": 4, "vocab_size": 97, "mlp_layer_types": ["dense", "dense"]},
+        **{"dense_intermediate_size": 32, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+        **{"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(NotImplementedError, match=r"layers\.1\.self_attn \(MiniMaxM3VLAttention\) an indexer chooses"):
+        hla.patch_model(model, "hedgehog")
+    assert not hla.is_patched(model)
+
+
 def layer():
     return next(attention_modules(patched("hedgehog", LLAMA)))
 
