@@ -229,6 +229,8 @@ class LinearStateLayer(CacheLayerMixin):
         count = -int(tokens_to_remove)
         if count < 0:
             raise ValueError(f"crop({-count}): pass the number of tokens to remove as a negative number.")
+        if not self.tokens:  # Drafts by an early exit leave the later layers of their cache empty.
+            return
         recorded = sum(call.key.shape[2] for call in self._record)
         if count > recorded:
             raise ValueError(

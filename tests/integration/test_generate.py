@@ -11,7 +11,7 @@ from tests.cases import every_pair
 from tests.comparing import NEW, assert_close, generate, logits
 from tests.inputs import padded_batch, token_ids
 from tests.small import patched
-from tests.tiny_models import DECODERS, tiny_model
+from tests.tiny_models import DECODERS, LLAMA, tiny_model
 
 EITHER = pytest.mark.parametrize("family", DECODERS, ids=str)
 
@@ -73,6 +73,14 @@ def test_assisted_decoding(name, family):
     assert torch.equal(generate(model, ids, assistant_model=family.build()), expected)
     repeated = torch.cat([ids, ids], dim=1)
     assert torch.equal(generate(model, repeated, prompt_lookup_num_tokens=3), generate(model, repeated))
+
+
+@pytest.mark.parametrize("plan", ["hedgehog", {"default": "hedgehog", "0": "softmax"}], ids=str)
+def test_drafts_by_an_early_exit(plan):
+    """They leave the later layers of their cache empty. (GPT-2 has no early exit.)"""
+    model = hla.patch_model(LLAMA.build(), plan)
+    expected = generate(model, token_ids(1, 9))
+    assert torch.equal(generate(model, token_ids(1, 9), assistant_early_exit=1), expected)
 
 
 @EITHER
