@@ -26,7 +26,7 @@ OBSTACLES = {
     r"\bmerged_attention_mask\b": (
         "attends to its own sequence and another one in a single softmax, which would need a state of both"
     ),
-    r"\.update\([^)]*layer_idx \+": (
+    r"\.update\([^)]*(layer_idx \+|[ (]layer_idx\))": (
         "runs several times on one input with a cache layer for each, which would need several states"
     ),
     r"past_key_values\.update.*= attention_interface\(.*= attention_interface\(": (

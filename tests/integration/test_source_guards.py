@@ -45,6 +45,8 @@ OBSTACLES = [
     ("doge", "DogeAttention", "adds a bias to its logits"),
     ("t5gemma2", "T5Gemma2MergedAttention", "in a single softmax"),
     ("hrm_text", "HrmTextAttention", "runs several times on one input"),
+    ("zamba", "ZambaAttention", "runs several times on one input"),
+    ("zamba2", "Zamba2Attention", "runs several times on one input"),
     ("diffllama", "DiffLlamaAttention", "computes attention twice"),
     ("llama", "LlamaAttention", ""),
     ("bert", "BertSelfAttention", ""),
