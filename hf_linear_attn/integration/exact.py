@@ -1,5 +1,6 @@
 """Exact attention in a patched model: layers of a mixture, cross-attention, and layers that run exactly for a while."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -180,10 +181,22 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
         is_causal = causal  # The exact function would go by the module's flag.
     if is_causal is not None and implementation != "eager":
         kwargs = {**kwargs, "is_causal": is_causal}
-    out, weights = function(call.module, query, key, value, full, dropout=call.dropout, scaling=call.scaling, **kwargs)
+    module = _as_before(call.module, implementation) if "flash" in implementation else call.module
+    out, weights = function(module, query, key, value, full, dropout=call.dropout, scaling=call.scaling, **kwargs)
     if weights is None and attention_weights_requested(kwargs):
         weights = softmax_weights(query, key, _visible_keys(call), call.scaling).to(value.dtype)
     return out, weights
+
+
+def _as_before(module: Any, implementation: str) -> nn.Module:
+    """Return a copy of a module whose config names this implementation: flash attention reads there which one to load.
+
+    (Other threads, and the hooks of other layers, read the same config meanwhile.)
+    """
+    module = copy.copy(module)
+    module.config = copy.copy(module.config)
+    module.config._attn_implementation_internal = implementation
+    return module
 
 
 def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -162,3 +162,21 @@ def test_flash_attention_gets_no_mask_of_a_sliding_window(monkeypatch: pytest.Mo
     sliding: Any = model.model.layers[1].self_attn
     monkeypatch.setattr(layer_context(sliding), "exact_implementation", "flash_attention_2")
     assert torch.equal(model(token_ids()).logits, expected)
+
+
+@torch.no_grad()
+def test_flash_attention_reads_its_own_name_from_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers loads the package or the kernel of that name: it must not be the one that patched models have."""
+    seen = []
+
+    def kernel(query: Any, *args: Any, attn_implementation: str, **kwargs: Any) -> Any:
+        seen.append(attn_implementation)
+        return query
+
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", kernel)
+    model = hla.patch_model(tiny_model("llama"), {"default": "elu", "0": "softmax"})
+    exact: Any = model.model.layers[0].self_attn
+    monkeypatch.setattr(layer_context(exact), "exact_implementation", "flash_attention_2")
+    model(token_ids())
+    assert seen == ["flash_attention_2"]
+    assert exact.config._attn_implementation == "hf_linear_attn"
