@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 #: Smallest value a normaliser may take. It is a floor, not an addend: a query whose keys are all masked gets 0/EPS = 0,
@@ -349,15 +348,15 @@ class _Underivable(torch.autograd.Function):
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate `backward(ctx, saved_tensors, *gradients)` of a kernel: differentiating it in turn is an error.
 
-    That of `once_differentiable` is missed by `torch.autograd.grad`, which leaves out all that does not lead to the
-    tensors it is asked for.
+    The error of `torch.autograd.function.once_differentiable` is missed by `torch.autograd.grad`, which leaves out all
+    that does not lead to the tensors it is asked for.
     """
-    once = once_differentiable(backward)
 
-    @functools.wraps(backward)
+    @wraps(backward)
     def wrapper(ctx: Any, *gradients: Any) -> Any:
         saved = ctx.saved_tensors  # read once, because recomputed activations are freed by the first access
-        outputs = once(ctx, saved, *gradients)
+        with torch.no_grad():
+            outputs = backward(ctx, saved, *gradients)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return outputs
         sources = [one for one in (*gradients, *saved) if one is not None and one.requires_grad]
