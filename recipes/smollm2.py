@@ -46,7 +46,7 @@ from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.task_data import read_documents
 from hf_linear_attn.data.text import packed_rows, text_rows
-from hf_linear_attn.demo import SMOLLM2, resolve_model
+from hf_linear_attn.demo import SMOLLM2
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.measure.recall import Recall
 from hf_linear_attn.measure.speed import measure_decoding
@@ -357,7 +357,7 @@ def run(config: RecipeConfig) -> None:
     """Train and measure all variants."""
     config = config.completed()
     if config.model is None:
-        config = replace(config, model=resolve_model(SMOLLM2)[0])
+        config = replace(config, model=SMOLLM2)
     with open_study(config.output, "smollm2", public_options(config), resume=True) as study:
         variants = Variants(config, study)
         variants.measure_all(EXACT)

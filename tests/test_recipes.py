@@ -130,21 +130,21 @@ def test_a_trained_tokenizer_reads_any_text(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "code", "message"),
     [
-        (["MODEL"], "not both"),
-        (["--model_type", "gpt3"], "gpt3"),
-        (["--train_tokenizer", "100"], "257"),
-        (["--train_tokenizer", "null"], "train_tokenizer"),
-        (["--config_overrides.n_layers", "2"], "n_layers"),
+        (["MODEL"], 1, "not both"),
+        (["--model_type", "gpt3"], 1, "gpt3"),
+        (["--train_tokenizer", "100"], 2, "--train_tokenizer: must be a whole number of at least 257"),
+        (["--train_tokenizer", "null"], 1, "train_tokenizer"),
+        (["--config_overrides.n_layers", "2"], 1, "n_layers"),
     ],
 )
 def test_bad_options_of_pretraining(
-    more: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str], code: int, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}", encoding="utf-8")
     more = [str(model) if one == "MODEL" else one for one in more]
-    assert run("pretrain", [*arguments_of(folder, "pretrain", tmp_path / "out"), *more]) == 1
+    assert run("pretrain", [*arguments_of(folder, "pretrain", tmp_path / "out"), *more]) == code
     assert message in capsys.readouterr().err

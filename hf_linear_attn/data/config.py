@@ -32,7 +32,7 @@ class DataConfig:
     )
     max_length: int | None = option(
         None,
-        "longest input, or block of a causal-lm, in tokens (default: the model's, up to 1,024; of plan: decoders 512, "
+        "longest input, or block of a causal-lm, in tokens (default: the model's, up to 1,024; of plan: 512, "
         "encoders 256, tasks 128)",
         least=1,
     )

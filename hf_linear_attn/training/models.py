@@ -41,8 +41,6 @@ def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
     Its one special token `<|endoftext|>` begins, ends and pads. It encodes any text: all 256 bytes are tokens.
     """
     end_of_text = "<|endoftext|>"
-    if size < 257:
-        raise ValueError(f"train_tokenizer must be at least 257 (256 bytes and {end_of_text}), got {size!r}.")
     tokenizer = GPT2Tokenizer(pad_token=end_of_text).train_new_from_iterator(texts, size, show_progress=False)
     tokenizer.model_max_length = max_length
     return tokenizer

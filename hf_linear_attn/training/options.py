@@ -157,7 +157,9 @@ class TrainingRunConfig:
     )
     revision: str | None = option(None, "branch, tag or commit of the model on the Hub")
     tokenizer: str | None = option(None, "folder or repository of the tokenizer (default: the model's)")
-    train_tokenizer: int | None = option(None, "size of a byte-level BPE tokenizer to train on the training text")
+    train_tokenizer: int | None = option(
+        None, "size of a byte-level BPE tokenizer to train on the training text", least=257
+    )
     model_type: str | None = option(None, "pretraining without a checkpoint: a type such as gpt2, llama or bert")
     from_config: bool = option(False, "pretraining with random weights and the config of the model")
     config_overrides: dict[str, Any] = option(factory=dict, help="changes of the config: --config_overrides.n_layer 2")
