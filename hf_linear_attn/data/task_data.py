@@ -35,7 +35,7 @@ from .files import (
     load_source,
     shortened,
 )
-from .tasks import TASKS, Task, compute_metrics, higher_is_better, load_metrics, load_task
+from .tasks import TASKS, Task, compute_metrics, constant_answer_score, higher_is_better, load_metrics, load_task
 from .text import MIN_DOCUMENTS, Text, end_tokens, hold_out, read_text, rows_text, special_tokens, token_passages
 
 if TYPE_CHECKING:
@@ -274,13 +274,11 @@ class TaskData:
         """Return the metrics of a validation set of a classification task."""
         return compute_metrics(self.metric_names, prediction.predictions, prediction.label_ids)
 
-    def most_frequent_answer(self) -> float | None:
-        """Return the first metric for always giving the most frequent class, or None where there are no classes."""
-        if self.labels is None:
+    def constant_answer_score(self) -> float | None:
+        """Return the first metric of always giving the same answer, or None where there are no metrics."""
+        if not self.metric_names:
             return None
-        labels = np.asarray(next(iter(self.validation.values()))["labels"])
-        predictions = np.full_like(labels, np.bincount(labels).argmax())
-        return compute_metrics(self.metric_names, predictions, labels)[self.metric_names[0]]
+        return constant_answer_score(self.metric_names[0], next(iter(self.validation.values()))["labels"])
 
     def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the task's metrics of what `FinetuningTrainer.evaluate` returns, without the prefix `eval_`.

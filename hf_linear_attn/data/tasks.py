@@ -124,6 +124,18 @@ def compute_metrics(names: Sequence[str], predictions: Any, references: Any) -> 
     return {name: float(function(*arrays)) for name, function in functions.items()}
 
 
+def constant_answer_score(metric: str, references: Any) -> float:
+    """Return a metric of the same answer to all rows: the most frequent class, or the mean of scores.
+
+    It is 0 where it is undefined, as the correlation of one answer is: that knows nothing.
+    """
+    references = np.asarray(references)
+    is_score = np.issubdtype(references.dtype, np.floating)
+    answer = references.mean() if is_score else np.bincount(references).argmax()
+    score = compute_metrics([metric], np.full_like(references, answer), references)[metric]
+    return 0.0 if math.isnan(score) else score
+
+
 def _hub_metric(name: str) -> Metric:
     location, hash_sign, key = name.removeprefix(HUB_PREFIX).removeprefix("-").partition("#")
     path, colon, config = location.partition(":")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedModel
 
-from ..data.tasks import HUB_PREFIX, METRICS, compute_metrics
+from ..data.tasks import HUB_PREFIX, METRICS, compute_metrics, constant_answer_score
 from ..data.text import padded_batches
 from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
 from ..utils.progress import OnBatch, report_batches, report_nothing
@@ -64,7 +64,7 @@ class Assessment:
     worse: bool  # than the exact model
     below_floor: bool  # worse than the floor, too
     chance: bool  # better than the exact model although the outputs differ largely, which is no success
-    floor: float | None  # the score without attention, or of the most frequent answer where that is not worse
+    floor: float | None  # the score without attention, or of a constant answer where that is not worse
     floor_name: str  # whose it is
 
 
@@ -81,13 +81,13 @@ def assess(
 ) -> Assessment:
     """Compare a score with the exact model's first, and then with the floor.
 
-    `floor` is the score of the model without attention; of a classifier, that of always giving the most frequent answer
-    takes its place where it is not worse. `stderr` is that of the difference of `exact` and `floor`; divergences are
+    `floor` is the score of the model without attention (None: undefined); of a classifier, that of always giving the
+    same answer (`constant_answer_score`) takes its place where it is not worse. `stderr` is that of the difference of `exact` and `floor`; divergences are
     those from the exact model's outputs.
     """
     sign, name = 1 if higher_is_better else -1, "without attention"
     if most_frequent_answer is not None and (floor is None or sign * (most_frequent_answer - floor) >= 0):
-        floor, name = most_frequent_answer, "always giving the most frequent answer"
+        floor, name = most_frequent_answer, "always giving the same answer"
     gap = 0.0 if exact is None or floor is None else sign * (exact - floor)
     valid = gap > max(MIN_GAP * abs(exact or 0.0), MIN_GAP_ERRORS * stderr)
     if score is None or exact is None:
@@ -278,10 +278,8 @@ def classification_metric(
                 stderr = bootstrap_stderr(metrics[0], predictions, labels)
                 values.append(value("score", scores[metrics[0]], stderr=stderr))
                 values.append(value("divergence", answer_divergence(reference, answers)))
-                if not regression and metrics[0] in METRICS:
-                    frequent = np.full_like(labels, np.bincount(labels).argmax())
-                    constant = compute_metrics(metrics[:1], frequent, labels)[metrics[0]]
-                    values.append(value("most_frequent_answer", constant))
+                if metrics[0] in METRICS:
+                    values.append(value("most_frequent_answer", constant_answer_score(metrics[0], labels)))
             values += [value(name + suffix, scores[name]) for name in metrics]
         shapes = [batch["input_ids"].shape for part in batches.values() for batch in part]
         rows, longest = sum(rows for rows, _ in shapes), max(length for _, length in shapes)

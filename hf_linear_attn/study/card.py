@@ -109,8 +109,8 @@ def validation_rows(facts: Mapping[str, Any], metric: str) -> int:
 def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     """Return sentences about the student's metric beside that of the control, if any, else of the teacher.
 
-    Nothing is said where the data cannot measure attention: the teacher must be clearly better than the most frequent
-    answer, or than itself with attention switched off. A share of a metric that is not positive says nothing either.
+    Nothing is said where the data cannot measure attention: the teacher must be clearly better than the same answer to
+    all rows, or than itself with attention switched off. A share of a metric that is not positive says nothing either.
     """
     metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
     name = "control" if state.get("control") else "teacher"
@@ -140,7 +140,7 @@ def _inconclusive(facts: dict[str, Any], state: dict[str, Any], metric: str, hig
     if value is None or (constant is None and metric not in without):
         return ""
     # Of classes, where nothing else is known, the largest standard error of an accuracy.
-    unknown = 0.0 if constant is None else (0.25 / max(rows, 1)) ** 0.5
+    unknown = 0.0 if constant is None or not higher else (0.25 / max(rows, 1)) ** 0.5
     measured = (teacher, without if metric in without else teacher)
     stderr = math.hypot(*(standard_error(metric, values, rows) or unknown for values in measured))
     options: dict[str, Any] = {"higher_is_better": higher, "most_frequent_answer": constant, "stderr": stderr}

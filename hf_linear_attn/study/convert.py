@@ -591,7 +591,7 @@ def _facts(run: TrainingRun, model: PreTrainedModel) -> dict[str, Any]:
         "beyond_exact": counts if limit else None,
         "data": data.facts,
         "goal": _goal(data),
-        "most_frequent_answer": data.most_frequent_answer(),
+        "most_frequent_answer": data.constant_answer_score(),
         "processes": run.process.num_processes,
         "environment": environment(run.process.device),
     }

@@ -15,7 +15,14 @@ import torch
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from hf_linear_attn.data.tasks import METRICS, TASKS, compute_metrics, higher_is_better, load_metrics
+from hf_linear_attn.data.tasks import (
+    METRICS,
+    TASKS,
+    compute_metrics,
+    constant_answer_score,
+    higher_is_better,
+    load_metrics,
+)
 
 CLASSES = ("accuracy", "f1", "matthews_correlation")
 SCORES = ("pearson", "spearmanr", "mse")
@@ -106,6 +113,13 @@ def test_one_class_only(predictions, references, expected):
 def test_scores_without_a_correlation(predictions, references, mse):
     result = compute_metrics(SCORES, predictions, references)
     assert tuple(result.values()) == pytest.approx((math.nan, math.nan, mse), nan_ok=True)
+
+
+def test_the_score_of_one_answer_to_all_rows():
+    assert constant_answer_score("accuracy", [0, 1, 1, 2]) == 0.5
+    assert constant_answer_score("matthews_correlation", [0, 1, 1]) == 0.0
+    assert constant_answer_score("mse", [1.0, 2.0, 6.0]) == pytest.approx(14 / 3)  # the mean, 3
+    assert constant_answer_score("pearson", [1.0, 2.0, 6.0]) == 0.0
 
 
 def test_nearly_constant_scores_are_no_flood_of_warnings():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification, GPT2LMHeadModel
 
+from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.measure.quality import (
     assess,
     bootstrap_stderr,
@@ -156,6 +157,25 @@ def test_scores_and_divergence_of_a_classifier() -> None:
     assert values["score"] == values["accuracy"] == pytest.approx(float(right))
     assert values["rows"] == 6
     assert {row["metric"]: row["value"] for row in metric(exact)}["divergence"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_scores_that_are_all_the_same_without_attention_have_a_floor() -> None:
+    """The first token of an encoder sees itself only, so that its scores are constant and have no correlation."""
+    torch.manual_seed(0)
+    exact = tiny_model("bert", BertForSequenceClassification, num_labels=1)
+    ids = torch.randint(4, VOCABULARY, (12, 9))
+    ids[:, 0] = 4
+    with torch.no_grad():
+        labels = exact(ids).logits.squeeze(-1)  # what the exact model says is right
+    metric = classification_metric(exact, {"": [{"input_ids": ids, "labels": labels}]}, ["pearson"], regression=True)
+    own, without = (
+        {row["metric"]: row["value"] for row in metric(one)} for one in (exact, without_attention(exact).eval())
+    )
+    assert math.isnan(without["score"])
+    assessment = assess(
+        0.5, own["score"], None, higher_is_better=True, most_frequent_answer=own["most_frequent_answer"]
+    )
+    assert assessment.valid and not assessment.below_floor and assessment.floor == 0.0
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class StubMetric:
 
 
 class StubAccuracy(StubMetric):
-    """Known accuracies, where always giving the most frequent answer has 0.6."""
+    """Known accuracies, where always giving the same answer has 0.6."""
 
     def __call__(self, model: Any, on_batch: Any = None) -> list[dict[str, Any]]:
         accuracy = self.losses[self.layers]
@@ -289,11 +289,11 @@ def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
 
 @pytest.mark.parametrize(("exact", "informative"), [(0.605, False), (0.7, True)])
 def test_a_classifier_at_the_majority_baseline_meets_no_budget(search: Any, exact: float, informative: bool) -> None:
-    """Without attention it is worse, but always giving the most frequent answer is as good: 0.6."""
+    """Without attention it is worse, but always giving the same answer is as good: 0.6."""
     accuracies = {**dict.fromkeys(LOSSES, exact), "none": 0.4}
     result = search("5 points", accuracies, score=Score("task", "score", "sst2 accuracy"))
     assert (result.informative, result.met, result.exit_code) == (informative, informative, 0 if informative else 3)
-    expected = "sst2 accuracy 0.605, always giving the most frequent answer 0.600 on the data of the choice"
+    expected = "sst2 accuracy 0.605, always giving the same answer 0.600 on the data of the choice"
     assert (expected in " ".join(result.summary())) is not informative
 
 

@@ -96,7 +96,7 @@ def test_a_classifier_at_the_majority_baseline_supports_no_conclusion() -> None:
     values = {"exact": 0.52, "elu": 0.66, "without attention": 0.40}
     result = evaluation(ACCURACY, values, most_frequent_answer={"exact": 0.52})
     assert "sst2 accuracy: no conclusion" in result.conclusions()[0].sentence
-    assert "always giving the most frequent answer (0.520)" in result.warnings()[0]
+    assert "always giving the same answer (0.520)" in result.warnings()[0]
     better = evaluation(ACCURACY, {**values, "exact": 0.70}, most_frequent_answer={"exact": 0.52})
     assert "keeps 94.3% of sst2 accuracy" in better.conclusions()[0].sentence
 
