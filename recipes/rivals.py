@@ -28,6 +28,7 @@ the first one stopped. `report.md` has the table and `bytes.png`. `--model` take
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import random
 import sys
@@ -59,7 +60,7 @@ from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
-from hf_linear_attn.study.prepare import load_exact
+from hf_linear_attn.study.prepare import folder_fingerprint, load_exact, weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.study import Conditions, Study, open_study
 from hf_linear_attn.training.head_search import ExactHeads
@@ -321,6 +322,12 @@ class Rivals:
         self._contexts: dict[str, Context] = {}
         self._context_ids: list[int] = []
         self.converted = {Path(folder).name: Path(folder) for folder in config.converted}
+        #: What is in the files and folders: another content is measured anew.
+        self.contents = {"model": weights_fingerprint(self.exact)}
+        self.contents |= {name: folder_fingerprint(folder / "model") for name, folder in self.converted.items()}
+        for name in ("test_text", "train_text"):
+            if (path := getattr(config, name)) is not None:
+                self.contents[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         self.variants = (EXACT, *(name for name in config.variants if name != EXACT), *self.converted)
 
     @cached_property
@@ -423,8 +430,9 @@ class Rivals:
         names = (*depends[measurement], *made)
         is_fitted = bool(made) or measurement == "heads"
         files = [*(["test_text"] if measurement == "text" else []), *(["train_text"] if is_fitted else [])]
-        settings = {name: options[name] for name in names} | {name: Path(str(options[name])).name for name in files}
-        return Conditions(self.name, "", variant, measurement, settings=settings, **where)
+        files += [variant] if variant in self.converted else []
+        settings = {name: options[name] for name in names} | {name: self.contents.get(name) for name in files}
+        return Conditions(self.name, self.contents["model"], variant, measurement, settings=settings, **where)
 
     @cached_property
     def tokens(self) -> dict[int, list[list[int]]]:

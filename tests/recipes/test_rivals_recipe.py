@@ -13,6 +13,7 @@ from torch.nn import functional
 import hf_linear_attn as hla
 from hf_linear_attn.cli.parser import exit_code
 from hf_linear_attn.study.convert import convert
+from hf_linear_attn.study.study import Study
 from recipes import rivals
 from tests.tiny_models import save_checkpoint, tiny_model
 from tests.training.tiny_runs import convert_config, quiet, save_text
@@ -110,6 +111,20 @@ def recipe_arguments(folder: Path) -> list[str]:
     small = "--lengths 192 --texts=1 --trials=1 --tasks niah_multikey_1 --continuation=8 --greedy=3 --window_size=12"
     files = ["--model", str(model), "--test_text", text, "--train_text", text, "--output", str(folder / "out")]
     return [*files, *small.split(), "--exact_share=0.3", "--search_length=128"]
+
+
+def test_files_of_other_content_are_measured_anew(tmp_path: Path) -> None:
+    names = iter(recipe_arguments(tmp_path)[:8])
+    options = {name.removeprefix("--"): value for name, value in zip(names, names, strict=True)}
+
+    def conditions(variant: str) -> Any:
+        rival = rivals.Rivals(rivals.RecipeConfig(**options, lengths=(192,)), Study())
+        return rival.conditions(variant, "text", length=192, seed=0).id
+
+    before = {variant: conditions(variant) for variant in ("exact", "mixture")}
+    assert conditions("exact") == before["exact"]
+    Path(options["test_text"]).write_text("another text", encoding="utf-8")
+    assert all(conditions(variant) != known for variant, known in before.items())
 
 
 @pytest.mark.slow
