@@ -217,6 +217,7 @@ class ResumableTrainer(Trainer):
       meanwhile leaves a folder from which it cannot resume.
     - A resumed run sees the batches of the undisturbed one, and ends on a CPU with the same bits, given the same number
       of threads (see `EpochSampler` and `SeededCollator`; a data set whose rows are random themselves is beyond that).
+    - It goes on with the states of its callbacks: an early stop counts the evaluations before it, too.
     - SIGINT and SIGTERM write a checkpoint and raise an `InterruptedRunError`, unless `callbacks` has an
       `InterruptionCallback` of its own.
     - Learned parts of mechanisms are saved beside PEFT's adapters, which would leave them out of a checkpoint.
@@ -233,6 +234,8 @@ class ResumableTrainer(Trainer):
         super().__init__(model, args, **kwargs)
         check_sharding(self.accelerator)
         self._output_folder = Path(str(self.args.output_dir))
+        # The patience of an early stop, for one, would begin anew.
+        self.args.restore_callback_states_from_checkpoint = True
         self.data_collator = SeededCollator(self.data_collator, self.args.seed)
         self._sampler: EpochSampler | None = None
         self._skeleton: Any = None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForMaskedLM, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import hf_linear_attn as hla
 from hf_linear_attn.study.stages import StageLog
@@ -101,6 +101,24 @@ def test_a_resumed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> Non
     assert_same_weights(resumed.model, expected)
     assert logged(resumed) == logged(undisturbed)
     assert resumed.state.global_step == 6
+
+
+def test_a_resumed_run_counts_the_evaluations_before_it(tmp_path: Path) -> None:
+    """Scores fall from step to step: the third evaluation is the second without a better one."""
+    scores = itertools.count(0, -1)
+    options = {"eval_dataset": Rows(4), "compute_metrics": lambda prediction: {"score": next(scores)}}
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    changes |= {"metric_for_best_model": "score", "greater_is_better": True}
+
+    def make(*callbacks: Any) -> Any:
+        trainer = {**options, "callbacks": [EarlyStoppingCallback(2), *callbacks]}
+        return make_trainer("finetune", tmp_path, **changes, trainer=trainer)
+
+    with pytest.raises(Killed):
+        make(At(3, kill)).train()
+    resumed = make()
+    resumed.train(resume_from_checkpoint=True)
+    assert (resumed.state.global_step, resumed.state.best_global_step) == (3, 1)
 
 
 KILLED_RUN = """
