@@ -35,7 +35,16 @@ from .files import (
     load_source,
     shortened,
 )
-from .tasks import TASKS, Task, compute_metrics, constant_answer_score, higher_is_better, load_metrics, load_task
+from .tasks import (
+    TASKS,
+    Task,
+    compute_metrics,
+    constant_answer_score,
+    higher_is_better,
+    likeliest_classes,
+    load_metrics,
+    load_task,
+)
 from .text import MIN_DOCUMENTS, Text, end_tokens, hold_out, read_text, rows_text, special_tokens, token_passages
 
 if TYPE_CHECKING:
@@ -268,7 +277,7 @@ class TaskData:
     def reduce_logits(self, logits: Any, labels: Tensor) -> Tensor:
         """Return predicted classes or scores `[B]` for logits `[B, C]`, or the first of a tuple of outputs."""
         logits = logits[0] if isinstance(logits, tuple) else logits
-        return logits.squeeze(-1).float() if self.labels is None else logits.argmax(dim=-1)
+        return logits.squeeze(-1).float() if self.labels is None else likeliest_classes(logits)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the metrics of a validation set of a classification task."""

@@ -57,9 +57,17 @@ class MetricEntry:
     continuous: bool = False
 
 
+def likeliest_classes(logits: Any) -> Any:
+    """Return the class of each row of logits `[N, C]`, -1 where there is NaN, which `argmax` takes for the largest."""
+    return logits.argmax(dim=-1).masked_fill(logits.isnan().any(dim=-1), -1)
+
+
 def _classes_metric(name: str, predictions: np.ndarray, references: np.ndarray, **options: Any) -> float:
+    """A metric of scikit-learn; NaN if a row has no answer (-1)."""
     from sklearn import metrics
 
+    if (predictions < 0).any():
+        return math.nan
     with warnings.catch_warnings():
         # An untrained model predicts one class only, and would warn at every evaluation.
         warnings.simplefilter("ignore", UserWarning)
@@ -68,7 +76,7 @@ def _classes_metric(name: str, predictions: np.ndarray, references: np.ndarray, 
 
 def _f1(predictions: np.ndarray, references: np.ndarray) -> float:
     """Harmonic mean of precision and recall of class 1 of two: 2·TP / (2·TP + FP + FN), 0 for 0/0."""
-    others = sorted({*predictions.tolist(), *references.tolist()} - {0, 1})
+    others = sorted({*predictions.tolist(), *references.tolist()} - {-1, 0, 1})
     if others:
         listed = ", ".join(map(str, others))
         raise ValueError(f"f1 is defined for the classes 0 and 1; these rows have {listed}. Use accuracy instead.")

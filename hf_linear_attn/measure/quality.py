@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedModel
 
-from ..data.tasks import HUB_PREFIX, METRICS, compute_metrics, constant_answer_score
+from ..data.tasks import HUB_PREFIX, METRICS, compute_metrics, constant_answer_score, likeliest_classes
 from ..data.text import padded_batches
 from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
 from ..utils.progress import OnBatch, report_batches, report_nothing
@@ -82,8 +82,8 @@ def assess(
     """Compare a score with the exact model's first, and then with the floor.
 
     `floor` is the score of the model without attention (None: undefined); of a classifier, that of always giving the
-    same answer (`constant_answer_score`) takes its place where it is not worse. `stderr` is that of the difference of `exact` and `floor`; divergences are
-    those from the exact model's outputs.
+    same answer (`constant_answer_score`) takes its place where it is not worse. `stderr` is that of the difference of
+    `exact` and `floor`; divergences are those from the exact model's outputs.
     """
     sign, name = 1 if higher_is_better else -1, "without attention"
     if most_frequent_answer is not None and (floor is None or sign * (most_frequent_answer - floor) >= 0):
@@ -272,7 +272,7 @@ def classification_metric(
             reference = exact_logits[suffix]()
             answers = reference if model is exact else classifier_logits(model, part, on_batch)
             labels = torch.cat([batch["labels"] for batch in part]).numpy()
-            predictions = (answers.squeeze(-1) if regression else answers.argmax(dim=-1)).numpy()
+            predictions = (answers.squeeze(-1) if regression else likeliest_classes(answers)).numpy()
             scores = compute_metrics(metrics, predictions, labels)
             if not values:
                 stderr = bootstrap_stderr(metrics[0], predictions, labels)

@@ -21,6 +21,7 @@ from hf_linear_attn.data.tasks import (
     compute_metrics,
     constant_answer_score,
     higher_is_better,
+    likeliest_classes,
     load_metrics,
 )
 
@@ -113,6 +114,15 @@ def test_one_class_only(predictions, references, expected):
 def test_scores_without_a_correlation(predictions, references, mse):
     result = compute_metrics(SCORES, predictions, references)
     assert tuple(result.values()) == pytest.approx((math.nan, math.nan, mse), nan_ok=True)
+
+
+def test_rows_whose_logits_are_nan_have_no_score():
+    """The largest of them would be NaN, and that of class 0."""
+    logits = torch.tensor([[0.1, 0.9], [math.nan, math.nan], [0.9, 0.1]])
+    assert likeliest_classes(logits).tolist() == [1, -1, 0]
+    for predictions, defined in (([1, 0, 0], True), ([1, -1, 0], False)):
+        scores = compute_metrics(CLASSES, predictions, [1, 0, 0])
+        assert [math.isfinite(score) for score in scores.values()] == [defined] * len(CLASSES)
 
 
 def test_the_score_of_one_answer_to_all_rows():

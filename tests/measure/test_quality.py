@@ -175,7 +175,7 @@ def test_scores_that_are_all_the_same_without_attention_have_a_floor() -> None:
     assessment = assess(
         0.5, own["score"], None, higher_is_better=True, most_frequent_answer=own["most_frequent_answer"]
     )
-    assert assessment.valid and not assessment.below_floor and assessment.floor == 0.0
+    assert (assessment.valid, assessment.below_floor, assessment.floor) == (True, False, 0.0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
