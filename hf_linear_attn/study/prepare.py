@@ -404,7 +404,9 @@ def text_inputs(exact: ExactModel, text: Text, amounts: Amounts, parts: Sequence
     def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
         return [*padded_batches([row["input_ids"] for row in rows], amounts.batch_size, pad_token(tokenizer))]
 
-    inputs = _split(train, test, batches, amounts, text.source, text.sha256)
+    tokens = [text.sha256, *(row["input_ids"] for row in [*train, *test])]  # another tokenizer makes other data
+    digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
+    inputs = _split(train, test, batches, amounts, text.source, digest)
     inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)
     split = [text.validation] if len(parts) == 1 else split_halves(text.validation)
     for name, documents in zip(parts, split, strict=True):

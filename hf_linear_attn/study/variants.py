@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..integration.ablation import without_attention
@@ -19,6 +18,7 @@ from ..mechanisms.softmax import EXACT
 from ..patching import patch_model
 from ..registry import ATTENTIONS
 from ..training.calibration import calibrate_untrained
+from ..training.resumable import local_seed
 from ..training.transfer import transfer_attention
 from ..utils.models import shared_copy
 from ..utils.progress import OnBatch, report_nothing
@@ -140,17 +140,17 @@ def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, condit
         batches, seed = list(one.inputs.train), conditions.seed or 0
         if seed != amounts.seed:  # seeds must differ in something where nothing else is random
             random.Random(seed).shuffle(batches)
-        torch.manual_seed(seed)
-        result = transfer_attention(
-            model,
-            batches,
-            steps=amounts.steps,
-            validation=one.inputs.validation,
-            evaluate_every=max(amounts.steps // amounts.evaluations, 1),
-            progress=lambda step, total, loss: study.progress.status(
-                f"{name}: attention transfer, loss {loss:.3f}", step, total
-            ),
-        )
+        with local_seed(seed):
+            result = transfer_attention(
+                model,
+                batches,
+                steps=amounts.steps,
+                validation=one.inputs.validation,
+                evaluate_every=max(amounts.steps // amounts.evaluations, 1),
+                progress=lambda step, total, loss: study.progress.status(
+                    f"{name}: attention transfer, loss {loss:.3f}", step, total
+                ),
+            )
         values = [
             value("steps", result.steps),
             value("tokens", result.tokens),

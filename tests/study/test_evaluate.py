@@ -28,7 +28,7 @@ from hf_linear_attn.study.options import (
 )
 from hf_linear_attn.study.prepare import CheckpointGroup, ExactModel, prepare, text_inputs
 from hf_linear_attn.study.results import Evaluation
-from hf_linear_attn.study.study import RECORDS_FILE, Records, Study
+from hf_linear_attn.study.study import RECORDS_FILE, Records, Study, open_study
 from hf_linear_attn.study.variants import mechanism_stages, timed_variants
 from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
@@ -213,15 +213,18 @@ def test_an_appended_run_measures_only_what_is_missing(folder: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_what_a_value_depends_on_is_in_its_conditions(folder: Path, tmp_path: Path) -> None:
-    """The pairs of STS-B are cut to the sequence length, and a calibration reads rows in the order of the seed."""
+    """The pairs of STS-B are cut to the sequence length, and a calibration reads rows in the order of the seed.
+
+    Another tokenizer makes other tokens of a text, as many as before.
+    """
     for name in ("sts-train.csv", "sts-dev.csv"):
         rows = [f"g\tf\t2030\t0\t{score}.0\t{'one ' * 20}\t{'two ' * 20}\n" for score in range(3)]
         (tmp_path / name).write_text("".join(rows), encoding="utf-8")
     data = EvaluationData(dataset=str(folder / "text.txt"), sts=str(tmp_path))
 
-    def conditions(**options: Any) -> tuple[str, str]:
+    def conditions(tokenizer: Any = None, **options: Any) -> tuple[str, str]:
         changed = {**SMALL, "attention": ["window"], "seeds": (0,), **options}
-        (one,) = prepare(str(folder / "bert"), with_options(EvaluateConfig(), changed, data))
+        (one,) = prepare(str(folder / "bert"), with_options(EvaluateConfig(), changed, data), tokenizer)
         untrained, _ = mechanism_stages(one, Study(), "window", 0)
         pairs, embeddings = (one_of for one_of, _ in one.inputs.measurements)
         return pairs.id, untrained.of(embeddings).id
@@ -232,6 +235,19 @@ def test_what_a_value_depends_on_is_in_its_conditions(folder: Path, tmp_path: Pa
     assert conditions(seed=1)[1] != first[1]
     assert conditions(steps=2) == first
     assert conditions(sequence_length=16)[0] != first[0]
+    assert conditions(tiny_tokenizer()) == first
+    assert conditions(tiny_tokenizer(mask=True))[1] != first[1]
+
+
+def test_a_transfer_leaves_the_random_generators_alone(folder: Path) -> None:
+    data = EvaluationData(dataset=str(folder / "text.txt"))
+    options = {**SMALL, "attention": ["hedgehog"], "seeds": (1,)}
+    (one,) = prepare(str(folder / "bert"), with_options(EvaluateConfig(), options, data))
+    with open_study(None, "test", {}) as study:
+        _, transferred = mechanism_stages(one, study, "hedgehog", 1)
+        state = torch.get_rng_state()
+        transferred.load()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow
