@@ -496,7 +496,8 @@ def _split(
 def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> Measurement:
     """Return the recall at lengths. Raises a ValueError as `recall_metric`, before anything is measured."""
     settings, metric = recall_metric(exact.model, exact.tokenizer, lengths, seed=seed)
-    return exact.conditions("recall", settings=settings), metric
+    vocabulary = hashlib.sha256(repr(sorted(exact.tokenizer.get_vocab().items())).encode()).hexdigest()
+    return exact.conditions("recall", settings={**settings, "vocabulary": vocabulary}), metric
 
 
 def with_sentence_pairs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from hf_linear_attn.study.options import (
     SpeedConfig,
     with_options,
 )
-from hf_linear_attn.study.prepare import CheckpointGroup, ExactModel, prepare, text_inputs
+from hf_linear_attn.study.prepare import CheckpointGroup, ExactModel, prepare, recall_measurement, text_inputs
 from hf_linear_attn.study.results import Evaluation
 from hf_linear_attn.study.study import RECORDS_FILE, Records, Study, open_study
 from hf_linear_attn.study.variants import mechanism_stages, timed_variants
@@ -237,6 +237,13 @@ def test_what_a_value_depends_on_is_in_its_conditions(folder: Path, tmp_path: Pa
     assert conditions(sequence_length=16)[0] != first[0]
     assert conditions(tiny_tokenizer()) == first
     assert conditions(tiny_tokenizer(mask=True))[1] != first[1]
+
+
+def test_recall_is_measured_anew_with_another_tokenizer() -> None:
+    exact = ExactModel.load(tiny_model("bert"), "encoder", "bert", tiny_tokenizer())
+    models = (exact, replace(exact), replace(exact, tokenizer=tiny_tokenizer(mask=True)))
+    first, again, other = (recall_measurement(one, [60], seed=0)[0].id for one in models)
+    assert first == again != other
 
 
 def test_a_transfer_leaves_the_random_generators_alone(folder: Path) -> None:
