@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -464,6 +465,10 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
         if "" in labels:
             remedy = "Rows without a label cannot be trained on: remove them."
             raise ValueError(f"The column {data.label_column!r} of the training data has empty cells. {remedy}")
+        words = [text for text in labels if not re.fullmatch(r"[-+]?\d*\.?\d+", text)]
+        if words and (scores := [text for text in labels if text not in words and "." in text]):
+            problem = f"The column {data.label_column!r} has numbers such as {scores[0]} and texts such as {words[0]!r}"
+            raise ValueError(f"{problem}. Remove the rows of these, and the numbers are scores to predict.")
         unknown = {text for split in texts.values() for text in split["label"]} - {*labels, None}
         if unknown:
             listed = ", ".join(labels)

@@ -102,6 +102,9 @@ def test_own_labelled_data_are_a_task(tmp_path):
     write(tmp_path, {"train.csv": "review,label,stars\na,9,good\nb,9,\n"})
     with pytest.raises(ValueError, match="The column 'stars' of the training data has empty cells"):
         load_labelled(data)
+    write(tmp_path, {"train.csv": "review,label,stars\na,9,2\nb,9,3.5\nc,9,NA\n"})
+    with pytest.raises(ValueError, match=r"'stars' has numbers such as 3.5 and texts such as 'NA'\. Remove the rows"):
+        load_labelled(data)
     write(tmp_path, {"train.csv": "text,label\na,10\nb,9\n", "dev.csv": "text,label\nc,9\n"})
     task, splits = load_labelled(DataConfig(dataset=str(folder)))
     assert (task.labels, list(splits["train"]["label"])) == (("9", "10"), [1, 0])
