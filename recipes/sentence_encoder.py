@@ -44,7 +44,7 @@ from hf_linear_attn.data.text import (
 )
 from hf_linear_attn.measure.quality import embedding_metric, sentence_embeddings
 from hf_linear_attn.study.card import public_options
-from hf_linear_attn.study.prepare import load_exact
+from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
 from hf_linear_attn.study.study import Conditions, Study, open_study
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
@@ -202,8 +202,9 @@ def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
         "search": lambda: search(exact, linear, "\n\n".join(documents), tokenizer, config),
     }
     results = {"config": public_options(config), "environment": environment(), "stages": converted["stages"]}
+    model = (Path(str(config.model)).name, weights_fingerprint(exact))
     for name, function in functions.items():
-        conditions = Conditions(Path(str(config.model)).name, "", "converted", name, settings=public_options(config))
+        conditions = Conditions(*model, "converted", name, settings=public_options(config))
         results[name] = study.measure(conditions, function).values
     return {"format_version": 1, **results}
 

@@ -52,7 +52,7 @@ from hf_linear_attn.measure.recall import Recall
 from hf_linear_attn.measure.speed import measure_decoding
 from hf_linear_attn.mechanisms.window import CLOSED_MIX, WindowOptions
 from hf_linear_attn.study.card import public_options
-from hf_linear_attn.study.prepare import load_exact
+from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.stages import FREE_OPTIONS
 from hf_linear_attn.study.study import Conditions, Study, open_study
@@ -135,6 +135,10 @@ class Variants:
         return load_exact(str(self.config.model), "decoder", torch.device("cpu")).float()
 
     @cached_property
+    def fingerprint(self) -> str:
+        return weights_fingerprint(self.exact)
+
+    @cached_property
     def tokens(self) -> list[int]:
         """The text that perplexity is measured on."""
         documents = text_documents(Path(str(self.config.test_text)), self.config.data.documents)
@@ -153,8 +157,8 @@ class Variants:
         }
         if measurement == "perplexity":
             settings["tokens"] = hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
-        model = Path(str(self.config.model)).name
-        return Conditions(model, "", variant, measurement, seed=self.config.seed, settings=settings)
+        model = (Path(str(self.config.model)).name, self.fingerprint)
+        return Conditions(*model, variant, measurement, seed=self.config.seed, settings=settings)
 
     def measure(self, variant: str, measurement: str, function: Callable[[], Any]) -> Any:
         """Return the value of a measurement, which is made once."""
