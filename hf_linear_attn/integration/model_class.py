@@ -459,7 +459,8 @@ def check_quantization(model: PreTrainedModel) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
         return
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor) or type(value).__module__.startswith("torchao.") or value.is_quantized:
+        is_tensor = isinstance(value, Tensor) and not type(value).__module__.startswith("torchao.")
+        if not is_tensor or value.is_quantized or value.dtype in (torch.int8, torch.uint8):
             raise NotImplementedError(
                 f"This {type(model).__name__} was quantized in memory ({name!r}), and no checkpoint can say how. Save "
                 "it before, and quantize it while it is loaded: load_pretrained(path, "

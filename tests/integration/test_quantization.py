@@ -84,6 +84,18 @@ def test_what_was_quantized_in_memory_is_not_saved(kind, family, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_integers_in_a_layer_of_ones_own_are_not_saved(tmp_path):
+    """bitsandbytes' and other libraries' layers hold integers, with the scales beside them."""
+    model = patched("window", LLAMA)
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.register_buffer("scale", projection.weight.detach().abs().amax() / 127)
+    weight = (projection.weight / projection.scale).round().to(torch.int8)
+    projection.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(NotImplementedError, match="was quantized in memory"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @EVERY_FAMILY
 @WHILE_LOADED
 def test_quantized_then_patched_saved_and_unpatched(kind, family, tmp_path):
