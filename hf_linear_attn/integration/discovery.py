@@ -4,6 +4,7 @@ Attributes of the modules and fields of their configs decide where they say enou
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,6 +130,24 @@ def foreign_attention(model: nn.Module, configs: set[int]) -> str:
         if id(getattr(modules[makers[0]], "config", None)) in configs:
             return f"{name} ({type(module).__name__})"
     return ""
+
+
+def coupled_configs(models: Iterable[nn.Module], configs: Iterable[Any]) -> set[int]:
+    """Return the ids of these configs, and of all others of their classes whose layers get masks from the same models.
+
+    A model makes masks by its own config, and layers that were copied, or taken from another model, read other ones.
+    """
+    pairs = []
+    for model in models:
+        modules: dict[str, Any] = dict(model.named_modules())
+        for layer in find_attention(model):
+            around = modules[model_around(layer.name, modules)].config
+            if layer.config is not around and type(layer.config) is type(around):
+                pairs.append({id(layer.config), id(around)})
+    coupled = {id(config) for config in configs}
+    while more := set().union(*(pair for pair in pairs if pair & coupled)) - coupled:
+        coupled |= more
+    return coupled
 
 
 def self_attention(model: PreTrainedModel) -> list[AttentionLayer]:

@@ -28,6 +28,7 @@ from .context import (
 from .discovery import (
     AttentionLayer,
     attention_shape,
+    coupled_configs,
     declared_direction,
     find_attention,
     foreign_attention,
@@ -94,7 +95,7 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: P
                 "(sliding_window=None, or 'full_attention' in layer_types)."
             )
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
-    configs = {id(layer.config) for layer, _ in planned.values()}
+    configs = coupled_configs([root], [layer.config for layer, _ in planned.values()])
     foreign = foreign_attention(root, configs)
     if foreign:
         raise NotImplementedError(
@@ -166,12 +167,13 @@ def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: 
 
     There are only assignments here: nothing can fail half-way.
     """
-    config_ids = {id(layer.config) for layer, _ in planned.values()}
+    config_ids = coupled_configs(roots, [layer.config for layer, _ in planned.values()])
     configs = []
     for root in roots:
         # Every module that reads one of these configs goes through our function from now on, exact ones too.
         layers = [layer for layer in find_attention(root) if id(layer.config) in config_ids]
-        add_model_hooks(root, [layer for layer in layers if not layer.cross])
+        models = add_model_hooks(root, [layer for layer in layers if not layer.cross])
+        configs += [model.config for model in models if id(model.config) in config_ids]
         for layer in layers:
             if layer_context(layer.module) is not None:  # Another part of the model is patched.
                 continue
@@ -196,7 +198,7 @@ def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> N
     for module in list(attention_modules(model)):
         delattr(module, SUBMODULE)
     patched: list[Any] = [module for root in roots for module in attention_modules(root)]
-    still_patched = {id(module.config) for module in patched}
+    still_patched = coupled_configs(roots, [module.config for module in patched])
     for root in roots:
         for module in root.modules():
             context = layer_context(module)
@@ -210,7 +212,11 @@ def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> N
                 remove_hooks(module, before_attention)
                 delattr(module, LAYER_CONTEXT)
         for module in root.modules():
-            if hasattr(module, MODEL_CONTEXT) and not any(map(layer_context, module.modules())):
+            context = getattr(module, MODEL_CONTEXT, None)
+            if context is not None and not any(map(layer_context, module.modules())):
+                config: Any = module.config
+                if config._attn_implementation == IMPLEMENTATION:
+                    config._attn_implementation_internal = context.exact_implementation
                 remove_hooks(module)
 
 

@@ -88,6 +88,8 @@ class ModelContext:
     token_mixer: str
     #: The names of its learned tables of positions.
     position_tables: tuple[str, ...]
+    #: The attention implementation of its config before it was patched.
+    exact_implementation: str
 
 
 def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
@@ -122,9 +124,13 @@ def boundaries_of(kwargs: dict[str, Any], mask: Tensor | None) -> Tensor | None:
 # ---------------------------------------------------------------------------------------------------------------- Hooks
 
 
-def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
-    """Put the hooks on every model around these self-attention layers: the nearest `PreTrainedModel` of each."""
-    modules = dict(model.named_modules())
+def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[Any]:
+    """Put the hooks on every model around these self-attention layers, the nearest `PreTrainedModel` of each.
+
+    Returns those that had none yet.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    added = []
     for layer in layers:
         name = model_around(layer.name, modules)
         parent = modules[name]
@@ -138,9 +144,13 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
         names, kwargs = source_guards.argument_names(type(parent))
         mixer = token_mixer(parent, inside)
         tables = tuple(table.name for table in find_tables(parent) if table.owner is parent)
-        setattr(parent, MODEL_CONTEXT, ModelContext(names, kwargs is not None, passes_on, layer.causal, mixer, tables))
+        implementation = parent.config._attn_implementation or "eager"
+        context = ModelContext(names, kwargs is not None, passes_on, layer.causal, mixer, tables, implementation)
+        setattr(parent, MODEL_CONTEXT, context)
         parent.register_forward_pre_hook(before_model, with_kwargs=True)
         parent.register_forward_hook(after_model, always_call=True)
+        added.append(parent)
+    return added
 
 
 def remove_hooks(module: nn.Module, *others: Callable[..., Any]) -> None:
