@@ -186,6 +186,14 @@ def test_gradients_that_are_not_contiguous():
         assert_near(ours, theirs, 1e-4)
 
 
+def test_derivatives_of_gradients_are_refused():
+    tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, 2, 5))]
+    out, _ = BACKEND.run(make_call(build("elu", 2, 2, 9, 6), *tensors, True))
+    (gradient,) = torch.autograd.grad(out.pow(2).sum(), tensors[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        torch.autograd.grad(gradient.sum(), tensors[0])
+
+
 @BOTH
 def test_nothing_to_attend_to(causal):
     feature_map = build("hedgehog", 2, 2, 9, 6)
