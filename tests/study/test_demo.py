@@ -162,7 +162,7 @@ def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         run_demo(DemoConfig(model="smollm2", output=str(tmp_path / "out")))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_examples_come_first_on_screen_and_in_the_report(folder: Path, tmp_path: Path) -> None:
     def tables(exact: Any, converted: Any) -> dict[str, pandas.DataFrame]:
         models = {"exact": exact.model, "hedgehog": converted["hedgehog"]()}
