@@ -465,9 +465,9 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
         if "" in labels:
             remedy = "Rows without a label cannot be trained on: remove them."
             raise ValueError(f"The column {data.label_column!r} of the training data has empty cells. {remedy}")
-        words = [text for text in labels if not re.fullmatch(r"[-+]?\d*\.?\d+", text)]
-        if words and (scores := [text for text in labels if text not in words and "." in text]):
-            problem = f"The column {data.label_column!r} has numbers such as {scores[0]} and texts such as {words[0]!r}"
+        other = [text for text in labels if not re.fullmatch(r"[-+]?\d*\.?\d+", text)]
+        if other and (scores := [text for text in labels if text not in other and "." in text]):
+            problem = f"The column {data.label_column!r} has numbers such as {scores[0]} and texts such as {other[0]!r}"
             raise ValueError(f"{problem}. Remove the rows of these, and the numbers are scores to predict.")
         unknown = {text for split in texts.values() for text in split["label"]} - {*labels, None}
         if unknown:

@@ -307,7 +307,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
         "Quality": quality,
         "Recall": recall_table(state),
         "Speed": speed,
-        "Amounts": [
+        "Settings": [
             "Options that are not the default; `results.json` of the run has all.",
             "",
             f"```yaml\n{settings}```",

@@ -105,7 +105,7 @@ def evaluate(
     progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
     models = prepare(model, config, tokenizer, text)
     first, device = models[0], models[0].exact.model.device
-    with open_study(output, "evaluate", asdict(first.amounts), device=device, progress=progress, **where) as study:
+    with open_study(output, "evaluate", asdict(first.resolved), device=device, progress=progress, **where) as study:
         for one in models:
             facts = one.inputs.facts
             counts = f"{inputs_text(facts['train'])} to train on, {inputs_text(facts['held_out'])} held out"
@@ -120,7 +120,7 @@ def evaluate(
         "model": first.exact.facts(),
         "data": first.inputs.facts,
         "tasks": [{"task": one.task, "model": one.exact.name, **one.inputs.facts} for one in models[1:]],
-        "settings": asdict(first.amounts),
+        "settings": asdict(first.resolved),
         "environment": environment(device),
         "backend": first.exact.device["backend"],
         "scores": [asdict(score) for one in models for score in one.scores],
@@ -206,9 +206,9 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
     sequence: a batch has so many times as many, and a prefill as many as a forward pass. Several sequences are timed at
     a few of the lengths, and not in a prefill.
     """
-    amounts, tokens, exact = one.amounts, one.inputs.tokens, one.exact.cast(one.amounts.dtype)
-    variants = timed_variants(exact, amounts, one.groups)
-    lengths, note = possible_lengths(exact.model, amounts.lengths)
+    resolved, tokens, exact = one.resolved, one.inputs.tokens, one.exact.cast(one.resolved.dtype)
+    variants = timed_variants(exact, resolved, one.groups)
+    lengths, note = possible_lengths(exact.model, resolved.lengths)
     notes = [note] if note else []
     # The time of exact attention grows with the square, and its memory too where all weights are in memory.
     quadratic = {"seconds"} | ({"peak_memory"} if exact.implementation == "eager" else set())
@@ -227,16 +227,16 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
             loaded = {label: item.load() for label, item in timed.items()}
             common: dict[str, Any] = {"baseline": EXACT_LABEL, "batch_size": batch_size}
             if measurement == DECODING:
-                results = measure_decoding(loaded, tokens, length, seconds=amounts.seconds / 4, **common)
+                results = measure_decoding(loaded, tokens, length, seconds=resolved.seconds / 4, **common)
             else:
-                common |= {"flops": amounts.flops and measurement != PREFILL and batch_size == 1, "memory": True}
-                common |= {"measurement": measurement, "seconds": amounts.seconds}
+                common |= {"flops": resolved.flops and measurement != PREFILL and batch_size == 1, "memory": True}
+                common |= {"measurement": measurement, "seconds": resolved.seconds}
                 results = measure_passes(loaded, tokens, length, **common)
             rows = ((row, timed[label]) for label in timed for row in results[label])
             return [{**row, "label": item.label, "attention": item.attention} for row, item in rows]
 
         for index, length in enumerate(lengths):
-            given = {"seconds": amounts.seconds, "flops": amounts.flops}
+            given = {"seconds": resolved.seconds, "flops": resolved.flops}
             sizes = {"length": length, "batch_size": batch_size}
             conditions = exact.conditions(measurement, **sizes, options=models, settings=given)
             reason = None
@@ -244,7 +244,7 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
                 last = max(done, default=length)
                 known, growth = (single[length], batch_size) if single else (done[last], length / last)
                 powers = set() if single else quadratic
-                reason = reason_to_skip(known.values, growth, amounts.seconds, exact.model.device, powers)
+                reason = reason_to_skip(known.values, growth, resolved.seconds, exact.model.device, powers)
             if reason is None:
                 study.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
                 try:
@@ -259,10 +259,10 @@ def measure_speed(study: Study, one: PreparedModel) -> list[str]:
         return done
 
     generation = [PREFILL, DECODING] if exact.kind == "decoder" else []
-    for measurement in (FORWARD, *([TRAINING] if amounts.backward else []), *generation):
+    for measurement in (FORWARD, *([TRAINING] if resolved.backward else []), *generation):
         single = sweep(measurement, lengths)
-        if amounts.throughput_batch_size > 1 and measurement != PREFILL:
-            sweep(measurement, lengths_to_show(list(single), amounts.length), amounts.throughput_batch_size, single)
+        if resolved.throughput_batch_size > 1 and measurement != PREFILL:
+            sweep(measurement, lengths_to_show(list(single), resolved.length), resolved.throughput_batch_size, single)
     return notes
 
 

@@ -245,7 +245,7 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
-class Amounts:
+class ResolvedOptions:
     """How much is measured on a model: the options with all defaults filled in."""
 
     attentions: tuple[str, ...]  # mechanisms to patch in
@@ -271,7 +271,9 @@ class Amounts:
     flops: bool  # whether to count operations, in another pass of each model
 
 
-def resolve_amounts(config: EvaluateConfig, kind: str, limit: int | None, dtype: str, *, table: bool) -> Amounts:
+def resolve_options(
+    config: EvaluateConfig, kind: str, limit: int | None, dtype: str, *, table: bool
+) -> ResolvedOptions:
     """Return how much to measure on a model of a kind (`decoder`, `encoder` or `classifier`).
 
     `limit` is the number of its positions, and `table` says whether they are looked up in a table of limited size.
@@ -293,7 +295,7 @@ def resolve_amounts(config: EvaluateConfig, kind: str, limit: int | None, dtype:
     lengths = config.speed.lengths or (*shortest, *within)
     context = config.context or min(length, limit or length)
     batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
-    return Amounts(
+    return ResolvedOptions(
         attentions=tuple(dict.fromkeys(config.attention or (() if config.converted else default))),
         steps=(25 if quick else 100) if config.steps is None else config.steps,
         sequence_length=length,

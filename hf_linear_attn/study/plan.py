@@ -36,7 +36,7 @@ from ..utils.options import OptionError, make_config
 from ..utils.progress import ConsoleProgress
 from ..utils.timing import is_measurable
 from .budgets import MODEL_KINDS, Budget, DamageUnit
-from .options import Amounts, EvaluateConfig, PlanConfig
+from .options import EvaluateConfig, PlanConfig, ResolvedOptions
 from .plan_result import PAGE, PLAN, PLOT, REPORT, Candidate, PlanResult, write_plan
 from .prepare import (
     ExactModel,
@@ -54,7 +54,7 @@ from .prepare import (
     seed_options,
 )
 from .study import RECORDS_FILE, Study, check_study, open_study
-from .variants import TRANSFER_AMOUNTS, Loader, Variant, references, transferred
+from .variants import TRANSFER_OPTIONS, Loader, Variant, references, transferred
 
 PLAN_VERSION = 6
 
@@ -150,9 +150,9 @@ def prepare_plan(config: PlanConfig, budget: Budget) -> PlannedModel:
         refuse_unused(config.data, "metrics", "max_train_samples", "max_eval_samples", "mlm_probability")
     data = config.data.task or config.data.dataset or "the data"
     exact = ExactModel.load(config.model, kind, name, None, config.device, data)
-    model, amounts = exact.model, plan_amounts(config, exact)
+    model, resolved = exact.model, resolve_plan(config, exact)
     rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
-    inputs = read_inputs(exact, text, replace(config.data, max_eval_samples=rows), amounts, HALVES)
+    inputs = read_inputs(exact, text, replace(config.data, max_eval_samples=rows), resolved, HALVES)
     if (score := score_of(inputs.measurements[0][0])) is not None:
         budget.check_metric(score.title, greater_is_better=score.higher_is_better)
     if unit.name == "recall":  # chosen for and verified with prompts of two seeds
@@ -171,27 +171,27 @@ def prepare_plan(config: PlanConfig, budget: Budget) -> PlannedModel:
     patched = check_fits(model, config.attention, "planned", **options)
     longer = timing_options(entry, options, exact.positions, max(lengths, default=1))
     timed = patched if longer == options else patch_model(shared_copy(model), config.attention, **longer)
-    transfer = {"data": inputs.hash, **{key: getattr(amounts, key) for key in TRANSFER_AMOUNTS}}
+    transfer = {"data": inputs.hash, **{key: getattr(resolved, key) for key in TRANSFER_OPTIONS}}
     identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": transfer}
     variant = Variant(config.attention, config.attention, lambda: patched, **identity)
     models: dict[str, Any] = {"patched": patched, "timed": timed, "variant": variant}
-    return PlannedModel(exact, inputs, amounts, **models, lengths=tuple(lengths), positions_note=note)
+    return PlannedModel(exact, inputs, resolved, **models, lengths=tuple(lengths), positions_note=note)
 
 
-def plan_amounts(config: PlanConfig, exact: ExactModel) -> Amounts:
+def resolve_plan(config: PlanConfig, exact: ExactModel) -> ResolvedOptions:
     """Return how much is measured: more than in an evaluation, because a choice of layers rests on it."""
     quick = config.quick
     try:
         usual = EvaluateConfig(sequence_length=config.data.max_length, quick=quick, seed=config.seed)
-        amounts = exact.amounts(usual)
+        resolved = exact.resolve(usual)
     except OptionError as error:
         raise OptionError("data.max_length", error.text) from None
     return replace(
-        amounts,
+        resolved,
         attentions=(config.attention,),
         steps=config.steps if config.steps is not None else 25 if quick else 200,
         evaluations=2 if quick else 5,
-        validation_sequences=2 * amounts.batch_size,
+        validation_sequences=2 * resolved.batch_size,
         test_sequences=32 if quick else 256,
         perplexity_tokens=4096 if quick else 32768,
         seconds=0.5 if quick else 2.0,
@@ -204,7 +204,7 @@ def train_patched(study: Study, one: PlannedModel) -> dict[str, Any]:
     Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice of
     layers.
     """
-    if not one.amounts.steps or not ATTENTIONS.get(one.variant.attention).learned:
+    if not one.resolved.steps or not ATTENTIONS.get(one.variant.attention).learned:
         return {}
     conditions = one.variant.of(one.exact.conditions("attention_transfer"))
     transferred(one, study, one.patched, conditions)
@@ -242,7 +242,7 @@ def facts_of(one: PlannedModel, config: PlanConfig) -> dict[str, Any]:
     """Return what the report says of the run beside its result. Of paths it has the names only."""
     facts, entry = one.inputs.facts, ATTENTIONS.get(config.attention)
     names = ("budget", "attention", "options", "search", "quick", "device", "threads", "seed")
-    measured = (*TRANSFER_AMOUNTS, "test_sequences", "perplexity_tokens", "seconds")
+    measured = (*TRANSFER_OPTIONS, "test_sequences", "perplexity_tokens", "seconds")
     settings = {name: getattr(config, name) for name in names} | {"lengths": one.lengths}
     source = facts["source"] if config.data.dataset is None else Path(config.data.dataset).name
     parameters = patch_report(one.patched).parameters
@@ -251,7 +251,7 @@ def facts_of(one: PlannedModel, config: PlanConfig) -> dict[str, Any]:
         "format_version": PLAN_VERSION,
         "created": utc_now(),
         "model": one.exact.facts(),
-        "settings": settings | {name: getattr(one.amounts, name) for name in measured},
+        "settings": settings | {name: getattr(one.resolved, name) for name in measured},
         "mechanism": f"{entry.name}: {entry.description}. {entry.paper}. {parameters:,} parameters",
         "data": {"source": source, "sha256": one.inputs.hash, **rows},
     }
@@ -437,7 +437,7 @@ class LayerSearch:
 
         The speedup of the chosen model is verified three times as long.
         """
-        tokens, seconds = self.planned.inputs.tokens, self.planned.amounts.seconds
+        tokens, seconds = self.planned.inputs.tokens, self.planned.resolved.seconds
         seconds *= 3 if data == "verification" else 1
 
         def measure() -> Values:

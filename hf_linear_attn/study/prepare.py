@@ -59,7 +59,7 @@ from ..utils.gguf import dequantized, split_source
 from ..utils.models import Batch, quiet_transformers, shared_copy, torch_device
 from ..utils.options import OptionError, default_of
 from ..utils.sources import loading_errors
-from .options import PYTHON_DOCUMENTATION, Amounts, EvaluateConfig, resolve_amounts
+from .options import PYTHON_DOCUMENTATION, EvaluateConfig, ResolvedOptions, resolve_options
 from .study import Conditions
 
 #: Kinds of models, and the auto class of each.
@@ -111,10 +111,10 @@ class ExactModel:
         """The longest input in tokens, or None."""
         return longest_input(self.model)
 
-    def amounts(self, config: EvaluateConfig) -> Amounts:
-        """Return how much is measured (see `resolve_amounts`)."""
+    def resolve(self, config: EvaluateConfig) -> ResolvedOptions:
+        """Return how much is measured (see `resolve_options`)."""
         table = has_position_table(self.model)
-        return resolve_amounts(config, self.kind, self.positions, dtype_name(self.model), table=table)
+        return resolve_options(config, self.kind, self.positions, dtype_name(self.model), table=table)
 
     def cast(self, dtype: str | None) -> ExactModel:
         """Return a copy in another precision; the same object if that is its own (or None)."""
@@ -380,43 +380,43 @@ def score_of(conditions: Conditions) -> Score | None:
 
 
 def read_inputs(
-    exact: ExactModel, text: Text | None, data: DataConfig, amounts: Amounts, parts: Sequence[str] = HELD_OUT
+    exact: ExactModel, text: Text | None, data: DataConfig, resolved: ResolvedOptions, parts: Sequence[str] = HELD_OUT
 ) -> Inputs:
     """Return the batches of a text, or without one of the labelled data. It raises as `text_inputs`, `task_inputs`."""
     if text is None:
-        return task_inputs(exact, data, amounts, parts)
-    return text_inputs(exact, text, amounts, parts)
+        return task_inputs(exact, data, resolved, parts)
+    return text_inputs(exact, text, resolved, parts)
 
 
-def text_inputs(exact: ExactModel, text: Text, amounts: Amounts, parts: Sequence[str] = HELD_OUT) -> Inputs:
+def text_inputs(exact: ExactModel, text: Text, resolved: ResolvedOptions, parts: Sequence[str] = HELD_OUT) -> Inputs:
     """Cut a text into batches of rows (see `text_rows`); measured are the perplexity or the embeddings of each part.
 
     Raises:
         ValueError: It is too short.
     """
-    tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", amounts.sequence_length
-    counts = ((text.train, amounts.train_sequences), (text.validation, amounts.test_sequences))
+    tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", resolved.sequence_length
+    counts = ((text.train, resolved.train_sequences), (text.validation, resolved.test_sequences))
     train, test = (
         [{"input_ids": ids} for ids in text_rows(tokenizer, part, length, count, causal=causal)]
         for part, count in counts
     )
 
     def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
-        return [*padded_batches([row["input_ids"] for row in rows], amounts.batch_size, pad_token(tokenizer))]
+        return [*padded_batches([row["input_ids"] for row in rows], resolved.batch_size, pad_token(tokenizer))]
 
     tokens = [text.sha256, *(row["input_ids"] for row in [*train, *test])]  # another tokenizer makes other data
     digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
-    inputs = _split(train, test, batches, amounts, text.source, digest)
+    inputs = _split(train, test, batches, resolved, text.source, digest)
     inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)
     split = [text.validation] if len(parts) == 1 else split_halves(text.validation)
     for name, documents in zip(parts, split, strict=True):
-        windows = {"context": amounts.context, "stride": amounts.stride} if causal else {}
+        windows = {"context": resolved.context, "stride": resolved.stride} if causal else {}
         if causal:
-            rows = packed_rows(tokenizer, documents, amounts.perplexity_tokens)[:1]
-            metric = perplexity_metric(rows, **windows, batch_size=amounts.batch_size, exact=exact.model)
+            rows = packed_rows(tokenizer, documents, resolved.perplexity_tokens)[:1]
+            metric = perplexity_metric(rows, **windows, batch_size=resolved.batch_size, exact=exact.model)
         else:
-            rows = text_rows(tokenizer, documents, length, amounts.test_sequences, causal=False)
-            metric = embedding_metric(exact.model, padded_batches(rows, amounts.batch_size, pad_token(tokenizer)))
+            rows = text_rows(tokenizer, documents, length, resolved.test_sequences, causal=False)
+            metric = embedding_metric(exact.model, padded_batches(rows, resolved.batch_size, pad_token(tokenizer)))
         facts = row_facts(map(len, rows))
         if facts["tokens"] < 2:
             raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
@@ -427,7 +427,9 @@ def text_inputs(exact: ExactModel, text: Text, amounts: Amounts, parts: Sequence
     return inputs
 
 
-def task_inputs(exact: ExactModel, data: DataConfig, amounts: Amounts, parts: Sequence[str] = HELD_OUT) -> Inputs:
+def task_inputs(
+    exact: ExactModel, data: DataConfig, resolved: ResolvedOptions, parts: Sequence[str] = HELD_OUT
+) -> Inputs:
     """Encode labelled data: train rows for the transfer (without labels), validation rows to measure on.
 
     With several parts the validation rows are dealt out to them; with one, each validation set is measured by itself.
@@ -436,9 +438,9 @@ def task_inputs(exact: ExactModel, data: DataConfig, amounts: Amounts, parts: Se
         ValueError: The model was trained with other labels, or there are too few rows.
         OSError, ImportError: As `load_task_data`.
     """
-    count = amounts.train_sequences + amounts.validation_sequences
-    limited = replace(data, max_length=amounts.sequence_length, max_train_samples=data.max_train_samples or count)
-    task = load_task_data("classification", exact.tokenizer, limited, amounts.seed)
+    count = resolved.train_sequences + resolved.validation_sequences
+    limited = replace(data, max_length=resolved.sequence_length, max_train_samples=data.max_train_samples or count)
+    task = load_task_data("classification", exact.tokenizer, limited, resolved.seed)
     task.check_labels(exact.model.config, "The model")
     train = list(task.train)
     labeled = {f"_{name}" if name else "": list(part) for name, part in task.validation.items()}
@@ -446,12 +448,12 @@ def task_inputs(exact: ExactModel, data: DataConfig, amounts: Amounts, parts: Se
 
     def batches(rows: Sequence[Mapping[str, Any]], *, labels: bool = False) -> list[Batch]:
         rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
-        size = amounts.batch_size
+        size = resolved.batch_size
         return [dict(task.collator(rows[start : start + size])) for start in range(0, len(rows), size)]
 
     source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
-    inputs = _split(train, rows, batches, amounts, f"the validation data of {source}", digest)
+    inputs = _split(train, rows, batches, resolved, f"the validation data of {source}", digest)
     for number, name in enumerate(parts):
         sets = labeled if len(parts) == 1 else {"": rows[number :: len(parts)]}
         inputs.facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
@@ -470,7 +472,7 @@ def _split(
     train: list[Any],
     test: Sequence[Mapping[str, Any]],
     batches: Callable[[Sequence[Mapping[str, Any]]], list[Batch]],
-    amounts: Amounts,
+    resolved: ResolvedOptions,
     source: str,
     digest: str,
 ) -> Inputs:
@@ -478,10 +480,10 @@ def _split(
     if len(train) < 4 or len(test) < 2:
         counts = f"{len(train)} inputs to train on and {len(test)} to measure on"
         raise ValueError(f"{source} gives {counts}; 4 and 2 are needed. Give more data.")
-    random.Random(amounts.seed).shuffle(train)
-    count = max(1, min(amounts.validation_sequences, len(train) // 4))
+    random.Random(resolved.seed).shuffle(train)
+    count = max(1, min(resolved.validation_sequences, len(train) // 4))
     parts = {"train": train[count:], "held_out": test}
-    parts["fidelity"] = evenly_spread(test, amounts.fidelity_sequences)
+    parts["fidelity"] = evenly_spread(test, resolved.fidelity_sequences)
     lengths = {name: row_facts(len(row["input_ids"]) for row in rows) for name, rows in parts.items()}
     return Inputs(
         train=batches(train[count:]),
@@ -501,7 +503,7 @@ def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> 
 
 
 def with_sentence_pairs(
-    inputs: Inputs, exact: ExactModel, folder: str, amounts: Amounts, max_rows: int | None
+    inputs: Inputs, exact: ExactModel, folder: str, resolved: ResolvedOptions, max_rows: int | None
 ) -> Inputs:
     """Measure first how embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
 
@@ -511,10 +513,10 @@ def with_sentence_pairs(
     rows = list(load_task("stsb", folder=folder)["validation"])
     rows = rows if max_rows is None else evenly_spread(rows, max_rows)
     texts = [row[column] for column in ("sentence1", "sentence2") for row in rows]
-    tokenizer, length = exact.tokenizer, amounts.sequence_length
+    tokenizer, length = exact.tokenizer, resolved.sequence_length
     ids = [encode_text(tokenizer, text, add_special_tokens=True) for text in texts]
     ids = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in ids]
-    options: dict[str, Any] = {"batch_size": max(amounts.batch_size, 16), "pad": pad_token(tokenizer)}
+    options: dict[str, Any] = {"batch_size": max(resolved.batch_size, 16), "pad": pad_token(tokenizer)}
     metric = sentence_pair_metric(ids, [float(row["label"]) for row in rows], **options)
     digest = hashlib.sha256(repr([ids, [row["label"] for row in rows]]).encode())
     conditions = exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)})
@@ -548,7 +550,7 @@ class PreparedModel:
 
     exact: ExactModel
     inputs: Inputs
-    amounts: Amounts
+    resolved: ResolvedOptions
     groups: tuple[CheckpointGroup, ...] = ()  # checkpoints
     task: str = ""  # a further task that this model is for; only its scores are measured then
 
@@ -568,10 +570,10 @@ def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Tex
         torch.set_num_threads(config.threads)
     labels: dict[str, str] = {}
     first = _prepare(model, config.for_task(None), labels, tokenizer, text)
-    if not first.amounts.attentions and not any(group.layers for group in first.groups):
+    if not first.resolved.attentions and not any(group.layers for group in first.groups):
         raise ValueError("There is nothing to compare: give --attention or --converted.")
-    for name in first.amounts.attentions:
-        options = seed_options(ATTENTIONS.get(name), first.amounts.seed)
+    for name in first.resolved.attentions:
+        options = seed_options(ATTENTIONS.get(name), first.resolved.seed)
         check_fits(first.exact.model, name, "measured", **options)
     others = config.data.other_tasks.items()
     return [
@@ -602,17 +604,17 @@ def _prepare(
         refuse_unused(data, "metrics", *(["max_eval_samples"] if config.data.sts is None else []))
     title = task or Path(str(config.data.dataset)).name
     exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
-    amounts = exact.amounts(config)
+    resolved = exact.resolve(config)
     if first is not None:
-        amounts = replace(amounts, **{key: getattr(first.amounts, key) for key in ("attentions", "seeds", "steps")})
+        resolved = replace(resolved, **{key: getattr(first.resolved, key) for key in ("attentions", "seeds", "steps")})
         _check_like_first(str(source), task, exact.model, groups, first)
-    inputs = read_inputs(exact, text, data, amounts)
+    inputs = read_inputs(exact, text, data, resolved)
     if config.data.sts is not None:
-        inputs = with_sentence_pairs(inputs, exact, config.data.sts, amounts, data.max_eval_samples)
+        inputs = with_sentence_pairs(inputs, exact, config.data.sts, resolved, data.max_eval_samples)
     if config.recall_lengths:
         recall = recall_measurement(exact, config.recall_lengths, config.seed)
         inputs = replace(inputs, measurements=[*inputs.measurements, recall])
-    return PreparedModel(exact, inputs, amounts, tuple(groups), task or "" if first else "")
+    return PreparedModel(exact, inputs, resolved, tuple(groups), task or "" if first else "")
 
 
 def refuse_unused(data: DataConfig, *names: str) -> None:

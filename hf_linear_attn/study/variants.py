@@ -22,7 +22,7 @@ from ..training.resumable import local_seed
 from ..training.transfer import transfer_attention
 from ..utils.models import shared_copy
 from ..utils.progress import OnBatch, report_nothing
-from .options import Amounts
+from .options import ResolvedOptions
 from .prepare import CheckpointGroup, ExactModel, Measurement, PreparedModel, seed_options
 from .study import Conditions, Learned, Record, Study
 
@@ -35,8 +35,8 @@ STATES = ("exact", "tuned", *LINEAR_STATES, "without attention")
 
 Loader = Callable[[], PreTrainedModel]
 
-#: Of the amounts, what an attention transfer depends on.
-TRANSFER_AMOUNTS = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
+#: Of the options, what an attention transfer depends on.
+TRANSFER_OPTIONS = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def variants_of(one: PreparedModel, study: Study) -> Iterator[list[Variant]]:
     """Yield the variants of a model by rows of the summary."""
     for reference in references(one.exact.model):
         yield [reference]
-    for name in one.amounts.attentions:
-        for seed in one.amounts.seeds:
+    for name in one.resolved.attentions:
+        for seed in one.resolved.seeds:
             yield mechanism_stages(one, study, name, seed)
     for group in one.groups:
         for folder, fingerprint in group.folders.items():
@@ -104,12 +104,12 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
 
     Each loads a model of its own. There is nothing if a seed changes nothing.
     """
-    entry, amounts, inputs, exact = ATTENTIONS.get(name), one.amounts, one.inputs, one.exact
-    trains, options = entry.learned and amounts.steps > 0, seed_options(entry, seed)
-    if not trains and not options and seed != amounts.seeds[0]:
+    entry, resolved, inputs, exact = ATTENTIONS.get(name), one.resolved, one.inputs, one.exact
+    trains, options = entry.learned and resolved.steps > 0, seed_options(entry, seed)
+    if not trains and not options and seed != resolved.seeds[0]:
         return []
-    transfer = {key: getattr(amounts, key) for key in TRANSFER_AMOUNTS}
-    transfer |= {"data": inputs.hash, "order": amounts.seed}
+    transfer = {key: getattr(resolved, key) for key in TRANSFER_OPTIONS}
+    transfer |= {"data": inputs.hash, "order": resolved.seed}
     rows = {key: item for key, item in transfer.items() if key not in ("steps", "evaluations")}
 
     def calibrated() -> PreTrainedModel:
@@ -134,19 +134,19 @@ def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> 
 
 def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions) -> PreTrainedModel:
     """Give a patched model its trained parameters, the stored ones or those of a transfer now, and return it."""
-    amounts, name = one.amounts, conditions.attention
+    resolved, name = one.resolved, conditions.attention
 
     def train() -> tuple[Values, Learned]:
         batches, seed = list(one.inputs.train), conditions.seed or 0
-        if seed != amounts.seed:  # seeds must differ in something where nothing else is random
+        if seed != resolved.seed:  # seeds must differ in something where nothing else is random
             random.Random(seed).shuffle(batches)
         with local_seed(seed):
             result = transfer_attention(
                 model,
                 batches,
-                steps=amounts.steps,
+                steps=resolved.steps,
                 validation=one.inputs.validation,
-                evaluate_every=max(amounts.steps // amounts.evaluations, 1),
+                evaluate_every=max(resolved.steps // resolved.evaluations, 1),
                 progress=lambda step, total, loss: study.progress.status(
                     f"{name}: attention transfer, loss {loss:.3f}", step, total
                 ),
@@ -170,17 +170,17 @@ def _learned(model: PreTrainedModel) -> Learned:
     return {name: tensor for name, tensor in model.state_dict().items() if is_learned(name)}
 
 
-def timed_variants(exact: ExactModel, amounts: Amounts, groups: Sequence[CheckpointGroup]) -> list[Variant]:
+def timed_variants(exact: ExactModel, resolved: ResolvedOptions, groups: Sequence[CheckpointGroup]) -> list[Variant]:
     """Return what is timed side by side. Time depends on what is patched and not on weights: none are loaded.
 
     A mechanism that is built for a largest length is built for the longest one that is timed.
     """
-    model, limit, length = exact.model, exact.positions, max(amounts.lengths)
+    model, limit, length = exact.model, exact.positions, max(resolved.lengths)
     first, last = references(model)
     variants = [replace(first, options={"implementation": exact.implementation})]
-    for name in amounts.attentions:
+    for name in resolved.attentions:
         entry = ATTENTIONS.get(name)
-        options = timing_options(entry, seed_options(entry, amounts.seed), limit, length)
+        options = timing_options(entry, seed_options(entry, resolved.seed), limit, length)
         identity = {key: item for key, item in options.items() if key != "seed"}
         patched = cache(partial(patch_model, shared_copy(model), name, **options))
         variants.append(Variant(name, name, patched, options=identity))

@@ -233,7 +233,7 @@ def test_card_of_a_conversion():
         ],
     }
     assert "# name with hedgehog attention\n" in card
-    for title in ("Use", "Quality", "Speed", "Amounts", "Layers", "Data and versions"):
+    for title in ("Use", "Quality", "Speed", "Settings", "Layers", "Data and versions"):
         assert card.count(f"\n## {title}\n\n") == 1
     assert "on cpu (a chip)" in card
     assert "| 1 | hedgehog |" in card

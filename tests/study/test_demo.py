@@ -16,7 +16,7 @@ from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
 from hf_linear_attn.study.evaluate import run_evaluate
 from hf_linear_attn.study.examples import examples
-from hf_linear_attn.study.options import EvaluateConfig, resolve_amounts, with_options
+from hf_linear_attn.study.options import EvaluateConfig, resolve_options, with_options
 from hf_linear_attn.study.prepare import ExactModel, is_decoder
 from tests.tiny_models import MAX_LENGTH, save_checkpoint, tiny_config, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
@@ -147,11 +147,11 @@ def test_options_are_those_of_evaluate() -> None:
 
 
 def test_the_demo_shows_the_default_and_one_baseline_and_the_study_everything() -> None:
-    amounts = resolve_amounts(DemoConfig().with_defaults(), "encoder", 512, "float32", table=True)
-    assert amounts.attentions == ("window", "elu")
-    assert amounts.lengths == (512, 2048, 4096)
-    assert amounts.throughput_batch_size == 1
-    study = resolve_amounts(DemoConfig(full=True).with_defaults(), "encoder", 512, "float32", table=True)
+    resolved = resolve_options(DemoConfig().with_defaults(), "encoder", 512, "float32", table=True)
+    assert resolved.attentions == ("window", "elu")
+    assert resolved.lengths == (512, 2048, 4096)
+    assert resolved.throughput_batch_size == 1
+    study = resolve_options(DemoConfig(full=True).with_defaults(), "encoder", 512, "float32", table=True)
     assert len(study.attentions) == 5
     assert len(study.lengths) == 7
 

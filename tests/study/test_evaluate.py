@@ -20,9 +20,9 @@ from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexi
 from hf_linear_attn.study.options import (
     DECODER_ATTENTIONS,
     QUICK_ATTENTIONS,
-    Amounts,
     EvaluateConfig,
     EvaluationData,
+    ResolvedOptions,
     SpeedConfig,
     with_options,
 )
@@ -121,11 +121,11 @@ def test_the_table_has_everything_that_was_measured(decoder: tuple[Evaluation, s
 
 def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Evaluation, str, Path]) -> None:
     evaluation = decoder[0]
-    amounts = Amounts(**evaluation.info["settings"])
+    resolved = ResolvedOptions(**evaluation.info["settings"])
     text, tokenizer = read_text(str(folder / "text.txt")), tiny_tokenizer()
-    documents = packed_rows(tokenizer, text.validation, amounts.perplexity_tokens)[:1]
+    documents = packed_rows(tokenizer, text.validation, resolved.perplexity_tokens)[:1]
     model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
-    inputs = text_inputs(ExactModel.load(model, "decoder", "gpt2", tokenizer), text, amounts)
+    inputs = text_inputs(ExactModel.load(model, "decoder", "gpt2", tokenizer), text, resolved)
     exact = measure_perplexity(model, documents, context=32, stride=16)
     assert evaluation.value("perplexity", "loss", label="exact") == pytest.approx(exact.loss, rel=1e-5)
     assert evaluation.value("perplexity", "tokens", label="exact") == sum(len(one) - 1 for one in documents)
@@ -173,9 +173,9 @@ def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) ->
     text = str(folder / "text.txt")
     options = {"attention": ["elu"]}
     evaluation = evaluate(str(folder / "bert"), text, **{**SMALL, **options})
-    amounts, tokenizer = Amounts(**evaluation.info["settings"]), tiny_tokenizer()
+    resolved, tokenizer = ResolvedOptions(**evaluation.info["settings"]), tiny_tokenizer()
     rows = text_rows(
-        tokenizer, read_text(text).validation, amounts.sequence_length, amounts.test_sequences, causal=False
+        tokenizer, read_text(text).validation, resolved.sequence_length, resolved.test_sequences, causal=False
     )
     batches = padded_batches(rows, 8, tokenizer.pad_token_id)
     model = AutoModel.from_pretrained(folder / "bert").eval()
@@ -531,12 +531,12 @@ def test_options_of_each_task() -> None:
     assert [config.for_task(task).converted for task in (None, "rte", "mrpc")] == [("c", "x=y"), ("d",), None]
 
 
-def test_amounts_fit_the_model() -> None:
+def test_options_fit_the_model() -> None:
     """A decoder with 74 positions: sequences within them, lengths that begin there."""
-    from hf_linear_attn.study.options import resolve_amounts
+    from hf_linear_attn.study.options import resolve_options
 
     quick, full = (
-        resolve_amounts(EvaluateConfig(quick=quick), "decoder", 74, "float32", table=True) for quick in (True, False)
+        resolve_options(EvaluateConfig(quick=quick), "decoder", 74, "float32", table=True) for quick in (True, False)
     )
     assert quick.sequence_length == full.sequence_length == quick.context == 74
     assert quick.lengths[0] == full.lengths[0] == quick.length == 74
@@ -554,9 +554,9 @@ def test_checkpoints_are_timed_with_their_exact_heads() -> None:
     exact = ExactModel.load(GPT2.build(), "decoder", "gpt2", object())
     plan = {"default": {"attention": "window", "window_size": 4}, "1": {"exact_heads": [2]}}
     layers = hla.patch_model(GPT2.build(), plan).config.linear_attention["layers"]
-    amounts: Any = SimpleNamespace(lengths=(16,), attentions=(), seed=0)
+    resolved: Any = SimpleNamespace(lengths=(16,), attentions=(), seed=0)
     groups = [CheckpointGroup("window", layers, {}, "window (converted)")]
-    timed = timed_variants(exact, amounts, groups)[1].load()
+    timed = timed_variants(exact, resolved, groups)[1].load()
     assert [layer.exact_heads for layer in hla.patch_report(timed).layers] == [(), (2,)]
 
 
