@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -191,6 +192,7 @@ def fused_call(causal: bool = True, size: int = 16, name: str = "hedgehog", **ch
 @pytest.mark.parametrize("name", ["hedgehog", "vq"])
 def test_the_check_before_first_use(name, learning, causal, monkeypatch):
     monkeypatch.setattr(check, "PIECES", (150, 21, 1))
+    monkeypatch.setattr(check, "RUNS", 2)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", not learning)
     call = fused_call(causal, name=name)
     case = check.case_of(call)._replace(learning=learning)
@@ -200,9 +202,17 @@ def test_the_check_before_first_use(name, learning, causal, monkeypatch):
         out, state = flex.run(call)
         return out * 1.01, state
 
+    runs = itertools.count()
+
+    def racing(call):
+        out, state = flex.run(call)
+        return out * (1 + 1e-6 * next(runs)), state
+
     with torch.device("meta"):  # a default device of the user's is not that of the call
         assert check.compare(check.Kernels("flex", flex.run), case, call.fused) is None
     assert "differ from torch in the output" in str(check.compare(check.Kernels("flex", wrong), case, call.fused))
+    unequal = str(check.compare(check.Kernels("flex", racing), case, call.fused))
+    assert unequal == "on this device the output is not the same at every run"
 
 
 def test_what_it_refuses(monkeypatch):

@@ -246,6 +246,7 @@ def test_every_registered_map_that_has_a_formula():
 @pytest.mark.parametrize("name", ["elu", "cosformer", "favor+", "vq"])
 def test_the_check_before_first_use(name, causal, learning, monkeypatch):
     monkeypatch.setattr(check, "PIECES", (40, 20, 1))
+    monkeypatch.setattr(check, "RUNS", 2)
     feature_map = build(name, 2, 2, 9, 6)
     call = make_call(feature_map, *(tensor.requires_grad_(learning) for tensor in inputs((1, 2, 2, 10))), causal)
     if learning and name not in LEARNING:

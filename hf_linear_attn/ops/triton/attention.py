@@ -451,7 +451,9 @@ def _backward(
     del kv_state
     kv_state, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
     scan(kv_state, value_size, repeats=heads // groups, reverse=True)
-    launch(kernels.backward_causal_keys, (batch * groups, split.spans), *inputs, kv_state, *outputs, *shape, warps=8)
+    # Two stages: loads in flight, in a loop within a loop, wrote over what others still read (Triton 3.6, H200).
+    grid = batch * groups, split.spans
+    launch(kernels.backward_causal_keys, grid, *inputs, kv_state, *outputs, *shape, warps=8, stages=1)
     return _before_maps(call, before), to_value
 
 
