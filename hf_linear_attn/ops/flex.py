@@ -22,7 +22,7 @@ from torch import Tensor
 from . import kernelized
 from .calls import BackendCall, KernelizedCall, WindowedCall
 from .check import checked_reason
-from .common import KVState, State, compute_dtype, group_heads, mask_tokens, weighted_mean, with_ones
+from .common import KVState, State, compute_dtype, group_heads, mask_tokens, readable, weighted_mean, with_ones
 from .kernel_inputs import unsupported_inputs
 from .sinks import Sinks, attend_from_sinks, end_positions, end_tokens, first_tokens, take_tokens
 from .triton import interpreted
@@ -89,19 +89,19 @@ def run(call: WindowedCall) -> tuple[Tensor, State | None]:
     length, window, query = call.query.shape[2], call.window, call.query
     if length == 1 and call.state is not None and (token := _step(call)) is not None:
         return token
-    sinks, first = first_tokens(call) if call.causal else (end_tokens(call), {})
     if not call.causal:
-        total, _ = _whole(call, sinks)
-        return attend_from_sinks(weighted_mean(total).to(call.value.dtype), call, sinks), None
-    index = None
+        sinks = end_tokens(call)
+        out, _ = _whole(call, sinks)
+        return attend_from_sinks(out, call, sinks), None
     if call.mask is None and call.state is None and length > window:  # the usual case, without copies
+        out, far = _whole(call)
+        if not call.return_state:
+            return out, None
         valid = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
-        total, far = _whole(call)
-        ring = make_ring(call, valid, length - window)
-    else:
-        inputs, valid, index, ring = gather_tokens(call, call.log_mixing_weights())
-        total, far = _continued(inputs, valid, sinks)
-    out = weighted_mean(total).to(call.value.dtype)
+        return out, {**(far or {}), **make_ring(call, valid, length - window), **first_tokens(call)[1]}
+    sinks, first = first_tokens(call)
+    inputs, valid, index, ring = gather_tokens(call, call.log_mixing_weights())
+    out, far = _continued(inputs, valid, sinks)
     if index is not None:
         out = mask_tokens(take_tokens(out, index), call.mask)
     return out, {**(far or {}), **ring, **first} if call.return_state else None
@@ -119,7 +119,7 @@ def _step(call: WindowedCall) -> tuple[Tensor, State] | None:
 
 
 def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, State | None]:
-    """Return `Σ_j w_ij [v_j, 1]` of a sequence whose windows count positions, and the state of the far keys.
+    """Return the output of a sequence whose windows count positions, and the state of the far keys.
 
     sinks: Those of an encoder. A decoder has the first tokens, and no padding here.
     """
@@ -134,13 +134,17 @@ def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, Stat
         positions = torch.empty(1, 0, dtype=torch.long, device=query.device) if sinks is None else sinks.position
         layout = _layout(mask.expand(batch, -1), window, positions, call.causal)
     is_far, code, blocks = layout
-    total, top = _near(call, query, _Keys(key, value, code, blocks))
+    late, old, keys = slice(window, None), slice(0, length - window), _Keys(key, value, code, blocks)
+    if length > window:
+        passes = [(late, old, False)] if call.causal else [(late, old, False), (old, late, True)]
+        if (merged := _merged(call.replace(query=query, key=key, value=value), keys, is_far, passes)) is not None:
+            return merged
+    total, top = _near(call, query, keys)
     if length <= window:
         if call.needs_grad():  # the learned parts have a gradient of zeros, not none
             features = call.query_features(query[:, :, :0], 0), call.key_features(key[:, :, :0], 0)
             total = total + call.log_mixing_weights().sum() * 0 + sum(part.values.sum() for part in features)
-        return total, None
-    late, old = slice(window, None), slice(0, length - window)
+        return _mean(total, call), None
     mix = call.log_mixing_weights().expand(-1, -1, length)
     rows = query[:, :, late], mix[:, :, late], top[:, :, late]
     far, after = _far(call, *rows, key[:, :, old], value[:, :, old], is_far[:, old])
@@ -149,7 +153,7 @@ def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, Stat
         rows = query[:, :, old].flip(2), mix[:, :, old].flip(2), top[:, :, old].flip(2)
         ahead, _ = _far(call, *rows, key[:, :, late].flip(2), value[:, :, late].flip(2), is_far[:, late].flip(1))
         total = total + pad_tokens(ahead.flip(2), 0, window)
-    return total, after
+    return _mean(total, call), after
 
 
 class _Layout(NamedTuple):
@@ -194,11 +198,46 @@ def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[
         near_key = torch.cat([sinks.key.to(key.dtype), key], 2)
         near_value = torch.cat([sinks.value.to(value.dtype), value], 2)
         columns = torch.arange(call.sinks, device=code.device)[None]
-    blocks = _block_mask(code, length, window, True, shift, columns)
-    total, top = _near(call, call.query, _Keys(near_key, near_value, code, blocks))
+    keys = _Keys(near_key, near_value, code, _block_mask(code, length, window, True, shift, columns))
+    everything = slice(0, length)
+    own = call.replace(key=key[:, :, :length], value=value[:, :, :length])
+    if (merged := _merged(own, keys, is_far[:, :length], [(everything, everything, False)])) is not None:
+        return merged
+    total, top = _near(call, call.query, keys)
     old = key[:, :, :length], value[:, :, :length], is_far[:, :length]
     far, after = _far(call, call.query, call.log_mixing_weights(), top, *old)
-    return total + far, after
+    return _mean(total + far, call), after
+
+
+def _mean(total: Tensor, call: WindowedCall) -> Tensor:
+    return weighted_mean(total).to(call.value.dtype)
+
+
+def _merged(
+    call: WindowedCall, keys: _Keys, mask: Tensor, passes: list[tuple[slice, slice, bool]]
+) -> tuple[Tensor, State | None] | None:
+    """Return the output and the state where one kernel adds each pass to the exact attention, or None: without
+    gradients, by the Triton kernels.
+
+    call: Queries, and keys and values of the passes. mask `[B, S]`: which of them are far keys. passes: Queries, their
+    keys, and whether both begin at their ends.
+    """
+    own = _far_call(call, call.query, call.key, call.value, mask)
+    if keys.blocks is None or call.needs_grad() or TritonBackend().unsupported_reason(own) is not None:
+        return None
+    from .triton import attention
+
+    out, log_sum, top = _exact(call, call.query, keys)
+    out = readable(out.to(call.value.dtype))
+    exact = attention.Exact(out, log_sum, top, call.log_mixing_weights())
+    return out, attention.merge(own, exact, [attention.Pass(*one) for one in passes])
+
+
+def _far_call(call: WindowedCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> KernelizedCall:
+    """Return the causal call of the far keys."""
+    maps = call.query_features, call.key_features, call.fused, call.num_features
+    state = None if call.state is None else KVState.from_state(call.state).state()
+    return KernelizedCall(query, key, value, *maps, True, mask=mask, state=state, return_state=call.return_state)
 
 
 def _far(
@@ -208,10 +247,7 @@ def _far(
 
     log_mix g `[B | 1, H, n | 1]`; top c `[B, H, n]`, to which log scales of queries are relative.
     """
-    maps = call.query_features, call.key_features, call.fused, call.num_features
-    state = None if call.state is None else KVState.from_state(call.state).state()
-    own = KernelizedCall(query, key, value, *maps, True, mask=mask, state=state, return_state=call.return_state)
-    backend = TritonBackend()
+    own, backend = _far_call(call, query, key, value, mask), TritonBackend()
     if backend.unsupported_reason(own) is None:
         total, scale, after = backend.totals(own)
     else:
@@ -232,8 +268,7 @@ def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tenso
     assert call.fused is not None
     scaled = call.fused[0].scaled
     length, count, device = query.shape[2], keys.key.shape[2], query.device
-    inputs, mask = (query, keys.key, keys.value), keys.blocks
-    if mask is None:
+    if keys.blocks is None:
         visible = _visible(keys.code, call.window, call.causal)
         batch, rows, columns = (torch.arange(size, device=device) for size in (query.shape[0], length, count))
         allowed = visible(batch[:, None, None], rows, rows[:, None], columns)[:, None, None]
@@ -244,18 +279,29 @@ def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tenso
         weights = (logits - (top.detach() if scaled else top)).exp()
         total = weights @ with_ones(keys.value.to(grouped.dtype)).unsqueeze(2)
         return total.flatten(1, 2), top.detach().squeeze(-1).flatten(1, 2)
+    out, mass, top = _exact(call, query, keys, gradient=not scaled)
+    blind = mass < FLOOR  # rows without a key: the gradient of -inf would be NaN
+    top = top.masked_fill(blind, 0.0)
+    mass = (mass.masked_fill(blind, 0.0) - top).exp().masked_fill(blind, 0.0).unsqueeze(-1)
+    return torch.cat([out * mass, mass], dim=-1), top.detach()
+
+
+def _exact(call: WindowedCall, query: Tensor, keys: _Keys, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return FlexAttention to the exact keys `[B, H, L, e]`, the log-sum-exp of the logits `[B, H, L]`, and the largest
+    one; `gradient`: that has a gradient, too, where the inputs need one."""
+    inputs, mask = (query, keys.key, keys.value), keys.blocks
+    assert mask is not None
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    guarded = learning, torch.is_inference_mode_enabled(), query.device, query.shape[0] == 1, count <= BLOCK
+    guarded = learning, torch.is_inference_mode_enabled(), query.device, query.shape[0] == 1, keys.key.shape[2] <= BLOCK
     configuration = call.window, call.causal, query.dtype, *(x.shape[1::2] for x in inputs), *guarded
     out, aux = _compiled(call.scaling, configuration)(*inputs, mask, None)
-    blind = aux.lse < FLOOR  # rows without a key: the gradient of -inf would be NaN
-    mass, top = aux.lse.masked_fill(blind, 0.0), aux.max_scores.detach().masked_fill(blind, 0.0)
-    if learning and not scaled:
-        threshold = top - TIE * torch.finfo(top.dtype).eps * (1 + top.abs())
+    top = aux.max_scores.detach()
+    if learning and gradient:
+        level = top.masked_fill(aux.lse < FLOOR, 0.0)
+        threshold = level - TIE * torch.finfo(top.dtype).eps * (1 + level.abs())
         largest = _compiled(call.scaling, (*configuration, "largest"))(*inputs, mask, threshold)[1].lse
-        top = top + (largest - largest.detach()).masked_fill(blind, 0.0)
-    mass = (mass - top).exp().masked_fill(blind, 0.0).unsqueeze(-1)
-    return torch.cat([out * mass, mass], dim=-1), top.detach()
+        top = top + (largest - largest.detach()).masked_fill(aux.lse < FLOOR, 0.0)
+    return out, aux.lse, top
 
 
 def _visible(code: Tensor, window: int, causal: bool) -> Callable[..., Tensor]:

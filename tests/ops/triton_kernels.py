@@ -7,17 +7,20 @@ of the native kernels at small sizes, with the sequence cut into short spans.
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
-from hf_linear_attn.ops import backends, check, kernelized, windowed
+from hf_linear_attn.ops import backends, check, flex, kernelized, windowed
 from hf_linear_attn.ops.calls import KernelizedCall, Mix, WindowedCall
 from hf_linear_attn.ops.formulas import FusedMap
 from hf_linear_attn.ops.triton import attention, window_step
 from hf_linear_attn.ops.triton.backend import TritonBackend, interpreted
+from hf_linear_attn.ops.triton.kernels import ExactArguments
 from hf_linear_attn.registry import FEATURE_MAPS
+from tests.ops.test_flex import eager_flex  # noqa: F401
 from tests.ops.test_native import BOTH, MAPS, SCALED, assert_near, build, definition, inputs, make_call, masks
 
 assert interpreted(), "run through test_triton.py"
@@ -376,3 +379,42 @@ def test_tokens_of_windows_after_a_state(name, window, sinks, groups, masked):
                     ours, value = (x.masked_fill(padding, 0) for x in (ours, value))
                 assert_near(ours.float(), value.float(), 1e-5)
     assert seen > 20
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@pytest.mark.parametrize("name", ["hedgehog", "elu", "vq"])
+def test_the_far_keys_are_added_to_flex_attention(name, kind, causal, monkeypatch):
+    """Encoders in two passes, the second from the end; decoders in pieces, too, with the state before them."""
+    monkeypatch.setattr(attention, "launch", recorded := functools.partial(_recorded, attention.launch, []))
+    built = build(name, 4, 2, 9, 6)
+    shape, mixed = (2, 4, 2, 90), {"window": 20, "sinks": 2, "scaling": 0.3}
+    tensors, mask = inputs(shape), masks(shape, kind)
+    mix = torch.linspace(-1, 1, 4 * 90).view(1, 4, 90)
+
+    def call_of(now, state):
+        part = None if mask is None else mask[:, now]
+        call = make_call(built, *(x[:, :, now] for x in tensors), causal, part, state=state, keep=causal)
+        return WindowedCall(**vars(call), **mixed, log_mix=mix[:, :, now])
+
+    pieces = [slice(0, 90)] + ([slice(0, 40), slice(40, 90)] if causal else [])
+    states = [None, None]
+    with torch.no_grad():
+        for now in pieces:
+            if not now.start:
+                states = [None, None]
+            expected, states[0] = windowed.windowed(call_of(now, states[0]))
+            actual, states[1] = flex.run(call_of(now, states[1]))
+            real = slice(None) if mask is None else mask[:, now]
+            assert_near(*(x.transpose(1, 2)[real] for x in (actual, expected)), 2e-5)
+            for entry, value in (states[0] or {}).items():
+                if not entry.startswith("ring"):  # what stands at padding means nothing
+                    assert_near(states[1][entry].float(), value.float(), 2e-5)
+    merged = [arguments for kernel, arguments in recorded.args[1] if kernel.fn.__name__ == "attend_causal"]
+    assert len(merged) == (3 if causal else 2)
+    assert all(any(isinstance(one, ExactArguments) and one.gap for one in arguments) for arguments in merged)
+
+
+def _recorded(launch, seen, kernel, grid, *arguments, **options):
+    seen.append((kernel, arguments))
+    launch(kernel, grid, *arguments, **options)

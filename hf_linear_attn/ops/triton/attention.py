@@ -1,6 +1,7 @@
 """The passes by the Triton kernels: arguments, the division of the work into programs, and the function of autograd."""
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -13,8 +14,9 @@ from torch.nn import functional
 from ..calls import KernelizedCall
 from ..common import DENOMINATOR_EPS, State, first_derivative, parameter_gradient, readable, token_major
 from ..formulas import PARTS, FusedMap
+from ..windowed import LARGEST_GAP
 from . import interpreted, kernels, power_of_two
-from .kernels import MapArguments, Rows
+from .kernels import ExactArguments, MapArguments, Rows
 
 #: Numbers of the state that one program holds at a time: 16 KB in float32.
 STATE_BLOCK = 1 << 12
@@ -63,11 +65,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def precision(dtype: torch.dtype, *, projection: bool = False) -> str:
-    """Return the precision of products for inputs of a dtype; `projection`: those with the weights of a map."""
+def precision(dtype: torch.dtype, weight: Tensor | None = None) -> str:
+    """Return the precision of products of inputs of a dtype, with features or with the weight of a map."""
     if torch.version.hip is not None:
         return IEEE_PRECISION
-    if dtype == torch.bfloat16 and not projection and not interpreted():  # NumPy has no bfloat16
+    exact = weight is None or weight.dtype == torch.bfloat16
+    if dtype == torch.bfloat16 and exact and not interpreted():  # NumPy has no bfloat16
         return BFLOAT16_PRECISION
     return FULL_PRECISION if dtype == torch.float32 else HALF_PRECISION
 
@@ -111,6 +114,9 @@ def map_arguments(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> MapArgu
         cosine=cosine,
         sine=sine,
         log_scale=None,
+        scale_batch=0,
+        scale_head=0,
+        scale_token=0,
         angle_batch=0 if cosine is None or cosine.shape[0] == 1 else cosine.shape[1],
         in_scale=fused.in_scale,
         alpha=fused.alpha,
@@ -121,13 +127,15 @@ def map_arguments(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> MapArgu
         width=tl.constexpr(width),
         half=tl.constexpr(power_of_two(width)),
         size_block=tl.constexpr(power_of_two(head_dim)),
-        precision=tl.constexpr(precision(dtype, projection=weight is not None)),
+        precision=tl.constexpr(precision(dtype, weight)),
     )
 
 
-def rows(tensor: Tensor) -> Rows:
-    """Return a tensor `[B, heads, L, width]` with its strides."""
+def rows(tensor: Tensor, *, reverse: bool = False) -> Rows:
+    """Return a tensor `[B, heads, L, width]` with its strides; `reverse`: its last token comes first."""
     batch, head, token = tensor.stride()[:3]
+    if reverse:
+        tensor, token = tensor[:, :, -1:], -token
     return Rows(tensor, batch, head, token, tensor.shape[3])
 
 
@@ -160,6 +168,16 @@ class Forward(NamedTuple):
     row_scale: Tensor | None = None
 
 
+class Exact(NamedTuple):
+    """Softmax attention to other keys `[B, H, n, e]`, changed in place; the log-sum-exp of its logits `[B, H, n]`, what
+    weights are relative to `[B, H, n]`, and the log mixing weight `[B | 1, H, n | 1]`."""
+
+    out: Tensor
+    log_sum: Tensor
+    top: Tensor
+    log_mix: Tensor
+
+
 def sum_tokens(
     x: Tensor,
     u: Tensor,
@@ -170,16 +188,21 @@ def sum_tokens(
     spans: int | None = None,
     gradient: tuple[Tensor, Tensor] | None = None,
     scaled: bool = False,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute sums over each of the first `spans` spans, `[B·heads, all spans, m·(e + 1)]`, and their log scales."""
+    """Compute sums over each of the first `spans` spans, `[B·heads, all spans, m·(e + 1)]`, and their log scales.
+
+    reverse: The last token comes first; the mask is in that order already.
+    """
     batch, heads, length, _ = x.shape
     flat = int(fmap.parts.value * fmap.width.value) * (u.shape[3] + 1)
     states = torch.empty(batch * heads, split.spans, flat, device=x.device, dtype=torch.float32)
     tops = torch.empty(batch * heads, split.spans, device=x.device, dtype=torch.float32) if scaled else None
     grid = (batch * heads, split.spans if spans is None else spans, split.tiles)
     launch(
-        kernels.sum_tokens, grid, rows(x), rows(u), *mask_bytes(mask), *(gradient or (None, None)), states, tops, fmap,
-        heads, length, split.span, split.spans, split.columns, split.tokens, scaled, warps=split.warps,
+        kernels.sum_tokens, grid, rows(x, reverse=reverse), rows(u, reverse=reverse), *mask_bytes(mask),
+        *(gradient or (None, None)), states, tops, fmap, heads, length, split.span, split.spans, split.columns,
+        split.tokens, scaled, warps=split.warps,
     )  # fmt: skip
     return states, tops
 
@@ -212,6 +235,31 @@ def is_mapped(fused: FusedMap) -> bool:
     return fused.weight is not None or fused.scaled
 
 
+def with_log_scale(arguments: MapArguments, scale: Tensor | None, *, reverse: bool = False) -> MapArguments:
+    """Return the arguments of features with their log scale `[B, heads, L]`."""
+    if scale is None:
+        return arguments
+    data, batch, head, token, _ = rows(scale.unsqueeze(-1), reverse=reverse)
+    return arguments._replace(log_scale=data, scale_batch=batch, scale_head=head, scale_token=token)
+
+
+class Projection(NamedTuple):
+    """How features are computed before: the kernels' arguments of one part, whether that of -y comes after it, and
+    tokens a block."""
+
+    arguments: MapArguments
+    both: bool
+    tokens: int
+
+
+def projection(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> Projection:
+    """Return how the features of a map are computed before."""
+    arguments, both = map_arguments(fused, head_dim, dtype), fused.activation == "softmax-pair"
+    if both:  # its parts are softmax by themselves: half the products and registers
+        arguments = arguments._replace(activation=tl.constexpr("softmax"), parts=tl.constexpr(1))
+    return Projection(arguments, both, 64 if int(arguments.parts.value * arguments.half.value) <= 128 else 32)
+
+
 def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
     """Return the call with features in place of queries and of keys, where `is_mapped`, and the maps of what it has."""
     assert call.fused is not None
@@ -221,25 +269,20 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
         batch, heads, length, size = x.shape
         arguments = map_arguments(fused, size, x.dtype)
         if is_mapped(fused):
-            width, tokens = fused.num_features(size), map_block(arguments)
+            part, both, tokens = projection(fused, size, x.dtype)
+            width = fused.num_features(size)
             # Small features count where they are all that a row has: float16 would round them to zero.
             stored = torch.float32 if x.dtype == torch.float16 else x.dtype
             out = torch.empty(batch, heads, length, width, dtype=stored, device=x.device)
             scale = torch.empty(batch, heads, length, device=x.device) if fused.scaled else None
             grid = (batch * heads, triton.cdiv(length, tokens))
-            launch(kernels.map_tokens, grid, rows(x), out, scale, arguments, heads, length, tokens, warps=4)
+            launch(kernels.map_tokens, grid, rows(x), out, scale, part, heads, length, both, tokens, warps=4)
             plain = map_arguments(FusedMap("relu"), width, x.dtype)
             x = out
-            arguments = plain._replace(log_scale=scale, activation=tl.constexpr("mapped"))
+            arguments = with_log_scale(plain._replace(activation=tl.constexpr("mapped")), scale)
         tensors.append(x)
         maps.append(arguments)
     return call.replace(query=tensors[0], key=tensors[1]), (maps[0], maps[1])
-
-
-def map_block(arguments: MapArguments) -> int:
-    """Return how many tokens a program of `map_tokens` has."""
-    features = int(arguments.parts.value * arguments.half.value)
-    return 64 if features <= 128 else 32
 
 
 def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
@@ -265,12 +308,18 @@ def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
     return Forward(out, None, normaliser, states if save else None)
 
 
-def causal(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
-    """One pass over chunks; if the sequence is split into spans, the sums before each span are computed first."""
+def causal(
+    call: KernelizedCall, maps: Maps, *, save: bool, exact: Exact | None = None, reverse: bool = False
+) -> Forward:
+    """One pass over chunks; if the sequence is split into spans, the sums before each span are computed first.
+
+    exact: Attention to other keys, which this is merged with; the normalisers are then the log-sum-exp of both.
+    reverse: The last token comes first; the mask is in that order already, and so are the results by token.
+    """
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
     groups, value_size = key.shape[1], value.shape[3]
-    out = token_major(batch, heads, length, value_size, value.dtype, value.device)
+    out = token_major(batch, heads, length, value_size, value.dtype, value.device) if exact is None else exact.out
     if not out.numel():
         return Forward(out, call.state)
     assert call.fused is not None
@@ -278,7 +327,8 @@ def causal(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
     before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
     states = tops = None
     if split.spans > 1:
-        states, tops = sum_tokens(key, value, call.mask, maps[1], split, spans=split.spans - 1, scaled=scaled)
+        spans = split.spans - 1
+        states, tops = sum_tokens(key, value, call.mask, maps[1], split, spans=spans, scaled=scaled, reverse=reverse)
         tops = scan(states, value_size, tops=tops, state=before)
     after: State = {
         "kv": torch.empty(batch, groups, call.num_features, value_size, device=out.device),
@@ -287,15 +337,66 @@ def causal(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
     if scaled:
         after["log_scale"] = torch.empty(batch, groups, device=out.device)
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
+    merged = ExactArguments()
+    if exact is not None:
+        numbers = exact.log_sum, exact.top, exact.log_mix.expand(batch, heads, length)
+        log_sum, top, log_mix = (rows(x.unsqueeze(-1), reverse=reverse)[:4] for x in numbers)
+        assert log_sum[1:] == top[1:]
+        merged = ExactArguments(log_sum[0], *top, *log_mix, LARGEST_GAP)
     stages = 1 if query.dtype == torch.float32 else STAGES  # Two blocks of float32 loads do not fit either.
     launch(
-        kernels.attend_causal, (batch * heads, split.spans, split.tiles), rows(query), rows(key), rows(value),
-        rows(out), *mask_bytes(call.mask), states, tops, before.get("kv"), before.get("k_sum"), before.get("log_scale"),
-        after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *maps, heads, groups, length,
-        split.span, split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps,
-        stages=stages,
+        kernels.attend_causal, (batch * heads, split.spans, split.tiles),
+        *(rows(x, reverse=reverse) for x in (query, key, value, out)), *mask_bytes(call.mask), states, tops,
+        before.get("kv"), before.get("k_sum"), before.get("log_scale"), after["kv"], after["k_sum"],
+        after.get("log_scale"), normaliser, merged, *maps, heads, groups, length, split.span, split.spans,
+        DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps, stages=stages,
     )  # fmt: skip
-    return Forward(out, after, normaliser, None, maps[0].log_scale)
+    scale = maps[0].log_scale
+    return Forward(out, after, normaliser, None, None if scale is None else scale.squeeze(-1))
+
+
+class Pass(NamedTuple):
+    """Queries that see keys one by one: the i-th query the first i keys; `reverse`: both from their ends."""
+
+    queries: slice
+    keys: slice
+    reverse: bool = False
+
+
+def merge(call: KernelizedCall, exact: Exact, passes: Sequence[Pass]) -> State | None:
+    """Add causal attention in passes to softmax attention to other keys, whose output is changed in place.
+
+    Args:
+        call: Queries and keys of all passes; the state before the first pass.
+        exact: Attention of all queries; its log mixing weights are those of all passes.
+        passes: Passes over parts of them; all but the last one from the start.
+
+    Returns:
+        The state after the last pass.
+    """
+    call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
+    state, log_sum, top = None, exact.log_sum.contiguous(), exact.top.contiguous()
+    with on_device(call.query.device):
+        features, maps = mapped(call)
+        for queries, keys, reverse in passes:
+            mask = None if call.mask is None else call.mask[:, keys]
+            part = features.replace(
+                query=features.query[:, :, queries], key=features.key[:, :, keys], value=call.value[:, :, keys],
+                mask=mask.flip(1) if reverse and mask is not None else mask,
+            )  # fmt: skip
+            scale = None if maps[0].log_scale is None else maps[0].log_scale[:, :, queries, 0]
+            query_map = with_log_scale(maps[0], scale, reverse=reverse)
+            own = Exact(
+                exact.out[:, :, queries], log_sum[:, :, queries], top[:, :, queries],
+                exact.log_mix[:, :, queries] if exact.log_mix.shape[2] > 1 else exact.log_mix,
+            )  # fmt: skip
+            follows = queries is not passes[-1].queries
+            done = causal(part, (query_map, maps[1]), save=follows, exact=own, reverse=reverse)
+            state = done.state
+            if done.normaliser is not None:
+                log_sum = log_sum.clone()
+                log_sum[:, :, queries] = done.normaliser
+    return state
 
 
 def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
@@ -460,17 +561,20 @@ def _backward(
 def _before_maps(call: KernelizedCall, gradients: list[Tensor]) -> list[Tensor]:
     """Turn the gradients of features that were computed before into those of the numbers before the activation."""
     assert call.fused is not None
-    before = []
+    results = []
     for x, fused, gradient in zip((call.query, call.key), call.fused, gradients, strict=True):
         batch, heads, length, size = x.shape
+        before = gradient
         if is_mapped(fused):
-            arguments, width = map_arguments(fused, size, x.dtype), fused.width(size)
-            tokens = map_block(arguments) // 2
-            grid = (batch * heads, triton.cdiv(length, tokens))
-            launch(kernels.map_gradients, grid, rows(x), rows(gradient), arguments, heads, length, tokens, warps=4)
-            if PARTS[fused.activation] == 2:
-                gradient = gradient[..., :width] + gradient[..., width:]
+            (part, both, tokens), width = projection(fused, size, x.dtype), fused.width(size)
+            if both:
+                before = torch.empty(batch, heads, length, width, dtype=gradient.dtype, device=x.device)
+            grid = (batch * heads, triton.cdiv(length, tokens // 2))
+            arguments = rows(x), rows(gradient), rows(before), part, heads, length, both, tokens // 2
+            launch(kernels.map_gradients, grid, *arguments, warps=4)
+            if not both and PARTS[fused.activation] == 2:
+                before = before[..., :width] + before[..., width:]
             if fused.weight is None:
-                gradient = gradient.to(x.dtype)
-        before.append(gradient)
-    return before
+                before = before.to(x.dtype)
+        results.append(before)
+    return results

@@ -47,7 +47,8 @@ class Rows(NamedTuple):
 class MapArguments(NamedTuple):
     """The feature map of queries or of keys (`ops.formulas.FusedMap`). The last fields are compile-time constants.
 
-    Of the activation "mapped" the inputs are features already, and `log_scale` `[B·heads, L]` or None belongs to them.
+    Of the activation "mapped" the inputs are features already, and `log_scale` `[B, heads, L]` or None belongs to them.
+    Strides stand beside their tensors: the compiler (3.6) loses the constants of tuples in tuples.
     """
 
     weight: Any
@@ -60,6 +61,9 @@ class MapArguments(NamedTuple):
     cosine: Any
     sine: Any
     log_scale: Any
+    scale_batch: int
+    scale_head: int
+    scale_token: int
     angle_batch: int
     in_scale: float
     alpha: float
@@ -106,6 +110,13 @@ def store_rows(rows, batch, head, tokens, real, columns, values):
     offsets = tokens.to(tl.int64)[:, None] * rows.token + columns[None, :]
     inside = real[:, None] & (columns < rows.width)[None, :]
     tl.store(first + offsets, values.to(rows.data.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_numbers(numbers, batch_stride, head_stride, token_stride, batch, head, tokens, real, other):
+    """Load `[T]` of numbers `[B, heads, L]`."""
+    first = numbers + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+    return tl.load(first + tokens.to(tl.int64) * token_stride, mask=real, other=other).to(tl.float32)
 
 
 @triton.jit
@@ -212,15 +223,15 @@ def activate(y, halves, batch, tokens, real, fmap):
 
 
 @triton.jit
-def features(x, batch, head, heads, length, tokens, real, fmap):
+def features(x, batch, head, tokens, real, fmap):
     """Compute features `[T, M]` and log scales `[T]` of a block; zero and `-inf` without a token."""
     if fmap.activation == "mapped":
         values = load_rows(x, batch, head, tokens, real, tl.arange(0, fmap.half))
         scale = tl.zeros((tokens.shape[0],), tl.float32)
         if fmap.log_scale is not None:
-            scale = tl.load(
-                fmap.log_scale + (batch * heads + head).to(tl.int64) * length + tokens, mask=real, other=0.0
-            )
+            scale = load_numbers(
+                fmap.log_scale, fmap.scale_batch, fmap.scale_head, fmap.scale_token, batch, head, tokens, real, 0.0
+            )  # fmt: skip
         scale = tl.where(real, scale, float("-inf"))
     else:
         y, halves = products(x, batch, head, tokens, real, fmap)
@@ -229,23 +240,35 @@ def features(x, batch, head, heads, length, tokens, real, fmap):
 
 
 @triton.jit
-def map_tokens(x, out, log_scale, fmap, heads, length, block: tl.constexpr):
-    """Store the features `[B, heads, L, m]` of a block of tokens, and their log scales `[B·heads, L]`."""
+def map_tokens(x, out, log_scale, fmap, heads, length, both: tl.constexpr, block: tl.constexpr):
+    """Store the features `[B, heads, L, m]` of a block of tokens, and their log scales `[B·heads, L]`.
+
+    both: the features of -y come after those of y.
+    """
     pair = tl.program_id(0)
     batch, head = pair // heads, pair % heads
     tokens = tl.program_id(1) * block + tl.arange(0, block)
     real = tokens < length
-    values, scale = features(x, batch, head, heads, length, tokens, real, fmap)
+    y, halves = products(x, batch, head, tokens, real, fmap)
+    values, scale = activate(y, halves, batch, tokens, real, fmap)
     indices, inside = feature_indices(fmap)
-    offsets = (pair.to(tl.int64) * length + tokens)[:, None] * (fmap.parts * fmap.width) + indices[None, :]
-    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    inside = real[:, None] & inside[None, :]
+    features_of: tl.constexpr = (2 if both else 1) * fmap.parts * fmap.width
+    offsets = (pair.to(tl.int64) * length + tokens)[:, None] * features_of + indices[None, :]
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside)
+    if both:
+        values, _ = activate(-y, halves, batch, tokens, real, fmap)
+        tl.store(out + offsets + fmap.width, values.to(out.dtype.element_ty), mask=inside)
     if log_scale is not None:
         tl.store(log_scale + pair.to(tl.int64) * length + tokens, scale, mask=real)
 
 
 @triton.jit
-def map_gradients(x, gradient, fmap, heads, length, block: tl.constexpr):
-    """Replace the gradient of the features `[B, heads, L, m]` by what each adds to that of y (see `slopes`)."""
+def map_gradients(x, gradient, before, fmap, heads, length, both: tl.constexpr, block: tl.constexpr):
+    """Store what the gradient of the features `[B, heads, L, m]` adds to that of y (see `slopes`) in `before`.
+
+    both: the features of -y come after those of y, and `before` has the sum. Otherwise it may be the gradient itself.
+    """
     pair = tl.program_id(0)
     batch, head = pair // heads, pair % heads
     tokens = tl.program_id(1) * block + tl.arange(0, block)
@@ -253,11 +276,17 @@ def map_gradients(x, gradient, fmap, heads, length, block: tl.constexpr):
     y, halves = products(x, batch, head, tokens, real, fmap)
     values, _ = activate(y, halves, batch, tokens, real, fmap)
     indices, inside = feature_indices(fmap)
+    inside = real[:, None] & inside[None, :]
     first = gradient.data + batch.to(tl.int64) * gradient.batch + head.to(tl.int64) * gradient.head
     offsets = tokens.to(tl.int64)[:, None] * gradient.token + indices[None, :]
-    upstream = tl.load(first + offsets, mask=real[:, None] & inside[None, :], other=0.0)
+    upstream = tl.load(first + offsets, mask=inside, other=0.0)
     back = slopes(y, values, upstream, batch, tokens, real, fmap)
-    tl.store(first + offsets, back, mask=real[:, None] & inside[None, :])
+    if both:
+        values, _ = activate(-y, halves, batch, tokens, real, fmap)
+        upstream = tl.load(first + offsets + fmap.width, mask=inside, other=0.0)
+        back -= slopes(-y, values, upstream, batch, tokens, real, fmap)
+    first = before.data + batch.to(tl.int64) * before.batch + head.to(tl.int64) * before.head
+    tl.store(first + tokens.to(tl.int64)[:, None] * before.token + indices[None, :], back, mask=inside)
 
 
 @triton.jit
@@ -346,7 +375,7 @@ def sum_tokens(
     for first in range(split * span, stop, block):
         tokens = first + tl.arange(0, block)
         real = unmasked(mask, mask_batch, batch, tokens, stop)
-        values, scale = features(x, batch, head, heads, length, tokens, real, fmap)
+        values, scale = features(x, batch, head, tokens, real, fmap)
         if scaled:
             higher = tl.maximum(top, tl.max(scale, axis=0))
             decay = tl.exp(top - finite(higher))
@@ -453,7 +482,7 @@ def attend_bidirectional(
     for first in range(split * span, stop, block):
         tokens = first + tl.arange(0, block)
         real = tokens < stop
-        values, _ = features(query, batch, head, heads, length, tokens, real, fmap)
+        values, _ = features(query, batch, head, tokens, real, fmap)
         below = tl.sum(values * k_sum[None, :], axis=1)
         result = dot(values, kv, fmap.precision)
         result = result / tl.where(below < floor, floor, below)[:, None]
@@ -498,16 +527,54 @@ def store_state(total, weights, top, next_kv, next_sum, next_scale, group, tile,
             tl.store(next_scale + group, top)
 
 
+class ExactArguments(NamedTuple):
+    """Softmax attention to other keys: the log-sum-exp l of its logits (`-inf` without a key) and the number c that
+    weights are relative to, `[B, heads, L]` with the same strides, and the log mixing weight g. `gap` bounds what a log
+    scale is above c. All are None without such attention."""
+
+    log_sum: Any = None
+    top: Any = None
+    batch: int = 0
+    head: int = 0
+    token: int = 0
+    log_mix: Any = None
+    mix_batch: int = 0
+    mix_head: int = 0
+    mix_token: int = 0
+    gap: float = 0.0
+
+
+@triton.jit
+def merge(above, below, row_scale, before, batch, head, tokens, real, query_map, exact):
+    """Add `exp(l - c)` times the output before to `exp(g + s - c)` times the sums `[T, C]` and their weight `[T]`,
+    where the features of queries have a log scale s, and exp(g) times them otherwise. Return both, and c."""
+    log_sum = load_numbers(
+        exact.log_sum, exact.batch, exact.head, exact.token, batch, head, tokens, real, float("-inf")
+    )  # fmt: skip
+    top = load_numbers(exact.top, exact.batch, exact.head, exact.token, batch, head, tokens, real, 0.0)
+    blind = log_sum < -1e20
+    top = tl.where(blind, 0.0, top)
+    mass = tl.where(blind, 0.0, tl.exp(tl.where(blind, 0.0, log_sum) - top))
+    log_mix = load_numbers(
+        exact.log_mix, exact.mix_batch, exact.mix_head, exact.mix_token, batch, head, tokens, real, 0.0
+    )  # fmt: skip
+    if query_map.log_scale is not None:
+        log_mix += tl.where(row_scale - top > exact.gap, exact.gap, row_scale - top)
+    factor = tl.exp(log_mix)
+    return mass[:, None] * before + factor[:, None] * above, mass + factor * below, top
+
+
 @triton.jit
 def attend_causal(
     query, key, value, out, mask, mask_batch, states, tops, kv, k_sum, log_scale, next_kv, next_sum, next_scale,
-    normaliser, query_map, key_map, heads, groups, length, span, spans, floor,
+    normaliser, exact, query_map, key_map, heads, groups, length, span, spans, floor,
     value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """The queries of one span, chunk by chunk: explicit weights within a chunk, a carried state between chunks.
 
     The state before the span comes from `states` (and `tops`), or from `kv`, `k_sum`, `log_scale` if there is only one
     span; the last span writes the state after the last token. A single token is the recurrent step.
+    exact: what the output holds already, which this is added to (`merge`).
     """
     pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = pair // heads, pair % heads
@@ -522,11 +589,12 @@ def attend_causal(
     for first in range(split * span, stop, block):
         tokens = first + order
         real = unmasked(mask, mask_batch, batch, tokens, stop)
-        values, _ = features(query, batch, head, heads, length, tokens, tokens < stop, query_map)
+        exists = tokens < stop
+        values, row_scale = features(query, batch, head, tokens, exists, query_map)
         below = tl.sum(values * weights[None, :], axis=1)
         values = rounded(values, key_map.precision)
         above = dot(values, total, key_map.precision)
-        keys, scale = features(key, batch, head // repeats, groups, length, tokens, real, key_map)
+        keys, scale = features(key, batch, head // repeats, tokens, real, key_map)
         earlier = order[:, None] >= order[None, :]
         if scaled:
             pairs = dot(values, tl.trans(keys), key_map.precision)
@@ -548,10 +616,17 @@ def attend_causal(
         below += tl.sum(pairs, axis=1)
         values_u = rounded(load_rows(value, batch, head // repeats, tokens, real, columns), key_map.precision)
         above += dot(pairs, values_u, key_map.precision)
+        if exact.log_sum is not None:
+            before = load_rows(out, batch, head, tokens, exists, columns)
+            above, below, top_of_row = merge(
+                above, below, row_scale, before, batch, head, tokens, exists, query_map, exact
+            )  # fmt: skip
         result = above / tl.where(below < floor, floor, below)[:, None]
-        store_rows(out, batch, head, tokens, tokens < stop, columns, result)
+        store_rows(out, batch, head, tokens, exists, columns, result)
         if (normaliser is not None) and (tile == 0):
-            tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=tokens < stop)
+            if exact.log_sum is not None:
+                below = tl.where(below > 0, top_of_row + tl.log(below), float("-inf"))
+            tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=exists)
         total += dot(tl.trans(keys), values_u, key_map.precision)
     if (split == spans - 1) & (head % repeats == 0):
         store_state(
@@ -594,7 +669,7 @@ def backward_bidirectional(
     for first in range(split * span, stop, block):
         tokens = first + tl.arange(0, block)
         real = unmasked(mask, mask_batch, batch, tokens, stop)
-        values, _ = features(x, batch, head, heads, length, tokens, real, fmap)
+        values, _ = features(x, batch, head, tokens, real, fmap)
         sum_factor = tl.where(real, 1.0, 0.0)
         factor = sum_factor
         if inverse is not None:
@@ -628,9 +703,9 @@ def backward_causal_queries(
     order = tl.arange(0, block)
     tokens = chunk * block + order
     exists = tokens < length
-    values, _ = features(query, batch, head, heads, length, tokens, exists, query_map)
+    values, _ = features(query, batch, head, tokens, exists, query_map)
     real = unmasked(mask, mask_batch, batch, tokens, length)
-    keys, _ = features(key, batch, group, groups, length, tokens, real, key_map)
+    keys, _ = features(key, batch, group, tokens, real, key_map)
     offsets = pair.to(tl.int64) * length + tokens
     factor = tl.load(inverse + offsets, mask=exists, other=0.0)
     sum_factor = tl.load(slope + offsets, mask=exists, other=0.0)
@@ -664,7 +739,7 @@ def backward_causal_keys(
     tokens = chunk * block + order
     exists = tokens < length
     real = unmasked(mask, mask_batch, batch, tokens, length)
-    keys, _ = features(key, batch, group, groups, length, tokens, real, key_map)
+    keys, _ = features(key, batch, group, tokens, real, key_map)
     later = order[:, None] <= order[None, :]
     k_sum = load_k_sum(states, index, key_map, value.width)
     to_features = tl.where(real, 1.0, 0.0)[:, None] * k_sum[None, :]
@@ -676,7 +751,7 @@ def backward_causal_keys(
         value_gradient = dot(keys, kv, key_map.precision)
         for repeat in range(repeats):
             head = group * repeats + repeat
-            values, _ = features(query, batch, head, heads, length, tokens, exists, query_map)
+            values, _ = features(query, batch, head, tokens, exists, query_map)
             offsets = (batch * heads + head).to(tl.int64) * length + tokens
             factor = tl.load(inverse + offsets, mask=exists, other=0.0)
             upstream = load_rows(gradient, batch, head, tokens, exists, columns) * factor[:, None]

@@ -118,7 +118,7 @@ def step_window(
     # The oldest key of the ring moves into the sums, unless it is a sink.
     tokens = tl.arange(0, 16)
     leaves = (tl.load(ring_mask + batch.to(tl.int64) * window) != 0) & (before - window >= sinks) & (real != 0)
-    moved, _ = features(oldest, batch, head // repeats, groups, 1, tokens, (tokens < 1) & leaves, key_map)
+    moved, _ = features(oldest, batch, head // repeats, tokens, (tokens < 1) & leaves, key_map)
     moved = tl.sum(moved, axis=0)
     at = index * window * value.width
     old_value = tl.load(ring_value + at + columns, mask=in_value & leaves, other=0.0).to(tl.float32)
@@ -128,7 +128,7 @@ def step_window(
     state, weights = state + moved[:, None] * old_value[None, :], weights + moved
     if writes:
         store_state(state, weights, top, next_kv, next_sum, None, index, tile, key_map, value.width, columns)
-    far, scale = features(query, batch, head, heads, 1, tokens, tokens < 1, query_map)
+    far, scale = features(query, batch, head, tokens, tokens < 1, query_map)
     far = tl.sum(far, axis=0)
     log_mix = tl.load(base + batch.to(tl.int64) * base_batch + head.to(tl.int64) * base_head).to(tl.float32)
     if mix is not None:
