@@ -6,45 +6,27 @@ An evaluation is a list of variants of a model and a list of measurements. Each 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..data.text import text_of
 from ..measure.fidelity import measure_fidelity
-from ..measure.speed import (
-    DECODING,
-    FORWARD,
-    PREFILL,
-    TRAINING,
-    free_memory,
-    measure_decoding,
-    measure_passes,
-    possible_lengths,
-)
 from ..measure.values import Values, value
 from ..patching import patch_report
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
-from ..utils.formatting import fixed, format_bytes
+from ..utils.formatting import fixed
 from ..utils.progress import ConsoleProgress, Progress, report_batches
-from ..utils.timing import MIN_ROUNDS
 from .options import EvaluateConfig, EvaluationData, with_options
 from .prepare import ExactModel, Measurement, PreparedModel, inputs_text, prepare
 from .results import Evaluation
-from .study import Record, Study, check_study, open_study
-from .variants import EXACT_LABEL, WITHOUT_ATTENTION, Loader, timed_variants, variants_of
-
-#: Seconds that one length may take in any case: without long inputs there is little to see.
-LONGEST_WAIT = 120.0
-
-#: The share of the free memory that a measurement may be expected to need.
-MEMORY_SHARE = 0.8
+from .study import Study, check_study, open_study
+from .timing import measure_speed
+from .variants import Loader, variants_of
 
 Examples = Callable[[ExactModel, Mapping[str, Loader]], Mapping[str, Any]]
 """Data frames by title, from the exact model and from converted ones by their label."""
@@ -197,102 +179,3 @@ def measure_quality(study: Study, one: PreparedModel) -> dict[str, Loader]:
             results = ", ".join(f"{title} " + " → ".join(part) for title, part in texts.items())
             study.progress.log(f"{task}{label}: {results}")
     return converted
-
-
-def measure_speed(study: Study, one: PreparedModel) -> list[str]:
-    """Time all variants of a model at every length; return what was left out, and why.
-
-    One record holds all of them: a speedup is always a ratio within the same rounds. Operations are counted for one
-    sequence: a batch has so many times as many, and a prefill as many as a forward pass. Several sequences are timed at
-    a few of the lengths, and not in a prefill.
-    """
-    resolved, tokens, exact = one.resolved, one.inputs.tokens, one.exact.cast(one.resolved.dtype)
-    variants = timed_variants(exact, resolved, one.groups)
-    lengths, note = possible_lengths(exact.model, resolved.lengths)
-    notes = [note] if note else []
-    # The time of exact attention grows with the square, and its memory too where all weights are in memory.
-    quadratic = {"seconds"} | ({"peak_memory"} if exact.implementation == "eager" else set())
-
-    def sweep(
-        measurement: str, lengths: Sequence[int], batch_size: int = 1, single: Mapping[int, Record] | None = None
-    ) -> dict[int, Record]:
-        """Measure at each length, unless the last one, or what `single` has of one sequence, predicts too much."""
-        done: dict[int, Record] = {}
-        name = measurement + (f" with {batch_size} sequences" if batch_size > 1 else "")
-        timed = {item.label: item for item in variants if measurement != DECODING or item.label != WITHOUT_ATTENTION}
-        models = {label: {"attention": item.attention, **item.options} for label, item in timed.items()}
-
-        def time_all(length: int) -> Values:
-            """Time all variants in the same rounds; each value says of which one it is."""
-            loaded = {label: item.load() for label, item in timed.items()}
-            common: dict[str, Any] = {"baseline": EXACT_LABEL, "batch_size": batch_size}
-            if measurement == DECODING:
-                results = measure_decoding(loaded, tokens, length, seconds=resolved.seconds / 4, **common)
-            else:
-                common |= {"flops": resolved.flops and measurement != PREFILL and batch_size == 1, "memory": True}
-                common |= {"measurement": measurement, "seconds": resolved.seconds}
-                results = measure_passes(loaded, tokens, length, **common)
-            rows = ((row, timed[label]) for label in timed for row in results[label])
-            return [{**row, "label": item.label, "attention": item.attention} for row, item in rows]
-
-        for index, length in enumerate(lengths):
-            given = {"seconds": resolved.seconds, "flops": resolved.flops}
-            sizes = {"length": length, "batch_size": batch_size}
-            conditions = exact.conditions(measurement, **sizes, options=models, settings=given)
-            reason = None
-            if study.records.latest(conditions) is None and (single or done):
-                last = max(done, default=length)
-                known, growth = (single[length], batch_size) if single else (done[last], length / last)
-                powers = set() if single else quadratic
-                reason = reason_to_skip(known.values, growth, resolved.seconds, exact.model.device, powers)
-            if reason is None:
-                study.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
-                try:
-                    done[length] = study.measure(conditions, partial(time_all, length))
-                except torch.cuda.OutOfMemoryError:
-                    torch.cuda.empty_cache()
-                    reason = "the device has no more memory"
-            if reason is not None:
-                left = ", ".join(f"{length:,}" for length in lengths[index:])
-                notes.append(f"{name} was not timed at {left} tokens: {reason}.")
-                break
-        return done
-
-    generation = [PREFILL, DECODING] if exact.kind == "decoder" else []
-    for measurement in (FORWARD, *([TRAINING] if resolved.backward else []), *generation):
-        single = sweep(measurement, lengths)
-        if resolved.throughput_batch_size > 1 and measurement != PREFILL:
-            sweep(measurement, lengths_to_show(list(single), resolved.length), resolved.throughput_batch_size, single)
-    return notes
-
-
-def reason_to_skip(
-    known: Values, growth: float, seconds: float, device: torch.device, quadratic: set[str]
-) -> str | None:
-    """Return why a measurement of `growth` times as many tokens would need too much memory or time; None: it would not.
-
-    Args:
-        known: The values of all variants. A new measurement takes a warm-up and the least rounds of all of them, the
-            memory of the one that needs most, and the caches of all.
-        growth: By how much time and memory grow.
-        seconds: The time that is meant for one length. 15 times as much is too long, but not below `LONGEST_WAIT`.
-        device: Whose free memory counts.
-        quadratic: The metrics that grow with the square in the exact model.
-    """
-
-    def expected(metric: str) -> list[float]:
-        rows = [row for row in known if row["metric"] == metric]
-        powers = [2 if row["label"] == EXACT_LABEL and metric in quadratic else 1 for row in rows]
-        return [(row["value"] or 0.0) * growth**power for row, power in zip(rows, powers, strict=True)]
-
-    needed, free = max(expected("peak_memory"), default=0.0) + sum(expected("cache_bytes")), free_memory(device)
-    if free is not None and needed > MEMORY_SHARE * free:
-        return f"it would need about {format_bytes(needed)}, and {format_bytes(free)} are free"
-    duration = (1 + MIN_ROUNDS) * sum(expected("seconds"))
-    return f"it would take about {duration:.0f} s" if duration > max(15 * seconds, LONGEST_WAIT) else None
-
-
-def lengths_to_show(lengths: Sequence[int], own: int) -> list[int]:
-    """Return at most five lengths to show: the user's own if measured, and four that are evenly spread."""
-    spread = [lengths[index * (len(lengths) - 1) // 3] for index in range(4)] if lengths else []
-    return sorted({*spread, *(length for length in lengths if length == own)})

@@ -169,21 +169,28 @@ class EvaluateConfig:
             raise OptionError("context", f"{self.context} is too short for a stride of half of it: give stride too.")
         check_exclusive(self, "resume", "overwrite")
 
-    def for_task(self, task: str | None) -> EvaluateConfig:
-        """Return what concerns one model: that of a further task, or (None) MODEL itself."""
-        others = self.data.other_tasks
-        changes: dict[str, Any] = {}
-        unused: dict[str, Any] = {}
+    def for_model(self) -> EvaluateConfig:
+        """Return what concerns MODEL itself."""
+        own = self.data.own_task
+        alone = not self.data.other_tasks or own is not None
+        unused: dict[str, Any] = {} if alone else {"folder": None, "metrics": None}
+        return replace(self, data=replace(self.data, task=(own,) if own else None, **unused), **self._folders(None))
+
+    def for_other_task(self, task: str) -> EvaluateConfig:
+        """Return what concerns the model of another task."""
+        data = replace(self.data, task=(task,), dataset=None, sts=None)
+        return replace(self, data=data, context=None, stride=None, **self._folders(task))
+
+    def _folders(self, task: str | None) -> dict[str, Any]:
+        """Return the models to compare of a task, given as `TASK=FOLDER`, or of MODEL itself (None)."""
+        folders: dict[str, Any] = {}
         for name in ("converted", "baseline"):
             entries = [(*split_task(entry), entry) for entry in getattr(self, name) or ()]
-            folders = [(head, folder) if head in others else (None, entry) for head, folder, entry in entries]
-            changes[name] = tuple(str(folder) for head, folder in folders if head == task) or None
-        own = task or self.data.own_task
-        if task is not None:
-            unused, changes = {"dataset": None, "sts": None}, {**changes, "context": None, "stride": None}
-        elif others and own is None:
-            unused = {"folder": None, "metrics": None}
-        return replace(self, data=replace(self.data, task=(own,) if own else None, **unused), **changes)
+            owned = [
+                (head, folder) if head in self.data.other_tasks else (None, entry) for head, folder, entry in entries
+            ]
+            folders[name] = tuple(str(folder) for head, folder in owned if head == task) or None
+        return folders
 
 
 def split_task(entry: str) -> tuple[str, str | None]:

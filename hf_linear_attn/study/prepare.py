@@ -569,17 +569,16 @@ def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Tex
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     labels: dict[str, str] = {}
-    first = _prepare(model, config.for_task(None), labels, tokenizer, text)
+    first = _prepare(model, config.for_model(), labels, tokenizer, text)
     if not first.resolved.attentions and not any(group.layers for group in first.groups):
         raise ValueError("There is nothing to compare: give --attention or --converted.")
     for name in first.resolved.attentions:
         options = seed_options(ATTENTIONS.get(name), first.resolved.seed)
         check_fits(first.exact.model, name, "measured", **options)
-    others = config.data.other_tasks.items()
-    return [
-        first,
-        *(_prepare(folder, replace(config.for_task(task), name=None), labels, first=first) for task, folder in others),
-    ]
+    models = [first]
+    for task, folder in config.data.other_tasks.items():
+        models.append(_prepare(folder, replace(config.for_other_task(task), name=None), labels, first=first))
+    return models
 
 
 def _prepare(

@@ -270,7 +270,7 @@ def test_an_interrupted_run_continues(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_linear_attn.study.evaluate.measure_passes", interrupt)
+        patch.setattr("hf_linear_attn.study.timing.measure_passes", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(folder / "gpt2", **options)
     saved = {one.id: one.values for one in Records(output / RECORDS_FILE)}
@@ -289,7 +289,7 @@ def test_throughput_takes_no_more_memory_than_there_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where several sequences do not fit, the report says so and the rest is measured."""
-    monkeypatch.setattr("hf_linear_attn.study.evaluate.free_memory", lambda device: 1000)
+    monkeypatch.setattr("hf_linear_attn.study.timing.free_memory", lambda device: 1000)
     options = {"attention": ("elu",), "batch_size": 8}
     evaluation, _ = run(folder / "gpt2", dataset=str(folder / "text.txt"), output=str(tmp_path / "out"), **options)
     notes = " ".join(evaluation.info["notes"])
@@ -528,7 +528,8 @@ def test_options_of_each_task() -> None:
     data = EvaluationData(task=("rte=a", "mrpc=b"))
     config = EvaluateConfig(data=data, converted=("c", "rte=d", "x=y"))
     assert (data.own_task, data.other_tasks) == (None, {"rte": "a", "mrpc": "b"})
-    assert [config.for_task(task).converted for task in (None, "rte", "mrpc")] == [("c", "x=y"), ("d",), None]
+    configs = config.for_model(), config.for_other_task("rte"), config.for_other_task("mrpc")
+    assert [one.converted for one in configs] == [("c", "x=y"), ("d",), None]
 
 
 def test_options_fit_the_model() -> None:

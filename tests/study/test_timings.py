@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linear_attn.study import evaluate
-from hf_linear_attn.study.evaluate import lengths_to_show
+from hf_linear_attn.study import timing
+from hf_linear_attn.study.timing import lengths_to_show
 
 
 def measured(label: str, **metrics: float) -> list[dict[str, Any]]:
@@ -22,15 +22,15 @@ def test_a_measurement_without_enough_memory_or_time_is_skipped(monkeypatch: pyt
     device = torch.device("cpu")
 
     def reason(rows: list[dict[str, Any]], free: int | None, seconds: float = 10.0) -> str | None:
-        monkeypatch.setattr(evaluate, "free_memory", lambda device: free)
+        monkeypatch.setattr(timing, "free_memory", lambda device: free)
         quadratic = set() if rows is caches else {"seconds", "peak_memory"}
-        return evaluate.reason_to_skip(rows, 2, seconds, device, quadratic)
+        return timing.reason_to_skip(rows, 2, seconds, device, quadratic)
 
     assert reason(rows, 501) is None
     assert reason(rows, 499) == "it would need about 400 B, and 499 B are free"
     assert (reason(caches, 376), reason(caches, 374)) == (None, "it would need about 300 B, and 374 B are free")
     assert reason(rows, None, 0.0) is None
-    monkeypatch.setattr(evaluate, "LONGEST_WAIT", 1.0)
+    monkeypatch.setattr(timing, "LONGEST_WAIT", 1.0)
     assert reason(rows, None, 1.0) == "it would take about 80 s"
     assert reason(rows, None, 6.0) is None
 
