@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import source_guards
 from .cache import FILLED_CACHE, replace_static_layers, self_attention_cache
-from .context import ModelRun, forward_context
+from .context import ModelRun, forward_context, layer_context
 from .discovery import AttentionLayer
 from .models import model_around, parent_names
 from .positions import check_positions, find_tables
@@ -90,6 +90,8 @@ class ModelContext:
     position_tables: tuple[str, ...]
     #: The attention implementation of its config before it was patched.
     exact_implementation: str
+    #: The names of its self-attention modules.
+    attention: tuple[str, ...]
 
 
 def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
@@ -145,7 +147,9 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[
         mixer = token_mixer(parent, inside)
         tables = tuple(table.name for table in find_tables(parent) if table.owner is parent)
         implementation = parent.config._attn_implementation or "eager"
-        context = ModelContext(names, kwargs is not None, passes_on, layer.causal, mixer, tables, implementation)
+        context = ModelContext(
+            names, kwargs is not None, passes_on, layer.causal, mixer, tables, implementation, tuple(inside)
+        )
         setattr(parent, MODEL_CONTEXT, context)
         parent.register_forward_pre_hook(before_model, with_kwargs=True)
         parent.register_forward_hook(after_model, always_call=True)
@@ -180,6 +184,8 @@ def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         kwargs = {**kwargs, "logits_to_keep": None}
     if not compiling:
         _check_cache_and_length(module, context, inputs, tokens)
+        if tokens is not None and tokens.shape[1] > 1:
+            _check_layers(module, context)
     boundaries = inputs.get(BOUNDARIES)
     if boundaries is None:
         boundaries = _boundaries_from_positions(module, context, inputs)
@@ -227,6 +233,21 @@ def _check_cache_and_length(
         )
     if tokens is not None and context.position_tables:
         check_positions(module, context.position_tables, inputs, seen + tokens.shape[1])
+
+
+def _check_layers(module: nn.Module, context: ModelContext) -> None:
+    """Raise where a layer was put in afterwards that is exact: it reads masks that this model does not make."""
+    for name in context.attention:
+        try:
+            part = module.get_submodule(name)
+        except AttributeError:  # pruned since
+            continue
+        if layer_context(part) is None and source_guards.calls_interface(type(part)):
+            raise ValueError(
+                f"The layer {name!r} of {type(module).__name__} was put in after it was patched, and is exact: the "
+                "patched model makes no masks for it. Put it in before patch_model (after unpatch_model), and name the "
+                "layers to patch with layers=."
+            )
 
 
 def _check_packed_inputs(module: nn.Module, context: ModelContext, inputs: dict[str, Any]) -> None:

@@ -65,3 +65,20 @@ def test_a_student_of_its_teachers_layers():
     assert torch.equal(logits(student, token_ids()), before)
     assert torch.equal(logits(teacher, token_ids()), taught)
     assert {model.config._attn_implementation for model in (student, teacher)} == {"sdpa"}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_an_exact_layer_put_into_a_patched_model_is_refused(implementation):
+    """Eager attention would see what comes later: the model makes no mask for it."""
+    model = LLAMA.build()
+    model.set_attn_implementation(implementation)
+    own = copy.deepcopy(model.model.layers[1])
+    hla.patch_model(model, "window", window_size=64)
+    patched = model.model.layers[1]
+    model.model.layers[1] = own
+    with pytest.raises(ValueError, match=r"'layers\.1\.self_attn'.*patched.*layers="):
+        model(token_ids())
+    model.model.layers[1] = copy.deepcopy(patched)
+    whole = logits(model, token_ids())
+    model.model.layers = model.model.layers[:1]  # a pruned model has fewer
+    assert logits(model, token_ids()).shape == whole.shape
