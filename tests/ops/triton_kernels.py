@@ -382,7 +382,7 @@ def test_tokens_of_windows_after_a_state(name, window, sinks, groups, masked):
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 @pytest.mark.parametrize("name", ["hedgehog", "elu", "vq"])
 def test_the_far_keys_are_added_to_flex_attention(name, kind, causal, monkeypatch):
     """Encoders in two passes, the second from the end; decoders in pieces, too, with the state before them."""
@@ -413,6 +413,18 @@ def test_the_far_keys_are_added_to_flex_attention(name, kind, causal, monkeypatc
     merged = [arguments for kernel, arguments in recorded.args[1] if kernel.fn.__name__ == "attend_causal"]
     assert len(merged) == (3 if causal else 2)
     assert all(any(isinstance(one, ExactArguments) and one.gap for one in arguments) for arguments in merged)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["hedgehog", "vq"])
+def test_far_keys_of_padding_leave_it_finite(name, causal):
+    """Padding without a key in its window sees keys before that in the first pass, and keys after it in the second."""
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[0, 20:40] = mask[1, 20:] = False
+    call = make_call(build(name, 4, 2, 9, 6), *inputs((2, 4, 2, 60)), causal, mask)
+    with torch.no_grad():
+        out, _ = flex.run(WindowedCall(**vars(call), window=5, scaling=0.3, log_mix=torch.zeros(4)))
+    assert out.isfinite().all()
 
 
 def _recorded(launch, seen, kernel, grid, *arguments, **options):

@@ -336,7 +336,7 @@ def through(x, values, gradient, batch, head, tokens, real, fmap):
 
 @triton.jit
 def finite(top):
-    """The largest log scale over no tokens is `-inf`: 0 in its index keeps `exp(-inf - top)` indices 0."""
+    """Return 0 in place of `-inf`, the largest log scale over no tokens, so that `exp(-inf - top)` is 0, not NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -551,10 +551,9 @@ def merge(above, below, row_scale, before, batch, head, tokens, real, query_map,
     log_sum = load_numbers(
         exact.log_sum, exact.batch, exact.head, exact.token, batch, head, tokens, real, float("-inf")
     )  # fmt: skip
-    top = load_numbers(exact.top, exact.batch, exact.head, exact.token, batch, head, tokens, real, 0.0)
-    blind = log_sum < -1e20
-    top = tl.where(blind, 0.0, top)
-    mass = tl.where(blind, 0.0, tl.exp(tl.where(blind, 0.0, log_sum) - top))
+    # A row without an exact key has -inf for both; after an earlier pass for c only.
+    top = finite(load_numbers(exact.top, exact.batch, exact.head, exact.token, batch, head, tokens, real, 0.0))
+    mass = tl.exp(log_sum - top)
     log_mix = load_numbers(
         exact.log_mix, exact.mix_batch, exact.mix_head, exact.mix_token, batch, head, tokens, real, 0.0
     )  # fmt: skip
