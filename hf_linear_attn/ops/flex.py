@@ -134,26 +134,10 @@ def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, Stat
         positions = torch.empty(1, 0, dtype=torch.long, device=query.device) if sinks is None else sinks.position
         layout = _layout(mask.expand(batch, -1), window, positions, call.causal)
     is_far, code, blocks = layout
-    late, old, keys = slice(window, None), slice(0, length - window), _Keys(key, value, code, blocks)
-    if length > window:
-        passes = [(late, old, False)] if call.causal else [(late, old, False), (old, late, True)]
-        if (merged := _merged(call.replace(query=query, key=key, value=value), keys, is_far, passes)) is not None:
-            return merged
-    total, top = _near(call, query, keys)
-    if length <= window:
-        if call.needs_grad():  # the learned parts have a gradient of zeros, not none
-            features = call.query_features(query[:, :, :0], 0), call.key_features(key[:, :, :0], 0)
-            total = total + call.log_mixing_weights().sum() * 0 + sum(part.values.sum() for part in features)
-        return _mean(total, call), None
-    mix = call.log_mixing_weights().expand(-1, -1, length)
-    rows = query[:, :, late], mix[:, :, late], top[:, :, late]
-    far, after = _far(call, *rows, key[:, :, old], value[:, :, old], is_far[:, old])
-    total = total + pad_tokens(far, window, 0)
-    if not call.causal:
-        rows = query[:, :, old].flip(2), mix[:, :, old].flip(2), top[:, :, old].flip(2)
-        ahead, _ = _far(call, *rows, key[:, :, late].flip(2), value[:, :, late].flip(2), is_far[:, late].flip(1))
-        total = total + pad_tokens(ahead.flip(2), 0, window)
-    return _mean(total, call), after
+    late, old = slice(window, length), slice(0, length - window)
+    passes = [(late, old, False)] if call.causal else [(late, old, False), (old, late, True)]
+    call = call.replace(query=query, key=key, value=value)
+    return _joined(call, _Keys(key, value, code, blocks), is_far, passes if length > window else [])
 
 
 class _Layout(NamedTuple):
@@ -200,37 +184,48 @@ def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[
         columns = torch.arange(call.sinks, device=code.device)[None]
     keys = _Keys(near_key, near_value, code, _block_mask(code, length, window, True, shift, columns))
     everything = slice(0, length)
-    own = call.replace(key=key[:, :, :length], value=value[:, :, :length])
-    if (merged := _merged(own, keys, is_far[:, :length], [(everything, everything, False)])) is not None:
-        return merged
-    total, top = _near(call, call.query, keys)
-    old = key[:, :, :length], value[:, :, :length], is_far[:, :length]
-    far, after = _far(call, call.query, call.log_mixing_weights(), top, *old)
-    return _mean(total + far, call), after
+    call = call.replace(key=key[:, :, everything], value=value[:, :, everything])
+    return _joined(call, keys, is_far[:, everything], [(everything, everything, False)])
 
 
-def _mean(total: Tensor, call: WindowedCall) -> Tensor:
-    return weighted_mean(total).to(call.value.dtype)
-
-
-def _merged(
+def _joined(
     call: WindowedCall, keys: _Keys, mask: Tensor, passes: list[tuple[slice, slice, bool]]
-) -> tuple[Tensor, State | None] | None:
-    """Return the output and the state where one kernel adds each pass to the exact attention, or None: without
-    gradients, by the Triton kernels.
+) -> tuple[Tensor, State | None]:
+    """Return the output and the state after the far keys: exact attention, to which passes over far keys are added.
+
+    Without gradients the kernel of each pass adds it, where the Triton kernels support the map.
 
     call: Queries, and keys and values of the passes. mask `[B, S]`: which of them are far keys. passes: Queries, their
     keys, and whether both begin at their ends.
     """
-    own = _far_call(call, call.query, call.key, call.value, mask)
-    if keys.blocks is None or call.needs_grad() or TritonBackend().unsupported_reason(own) is not None:
-        return None
-    from .triton import attention
+    query, key, value, length = call.query, call.key, call.value, call.query.shape[2]
+    mix, after, learning = call.log_mixing_weights(), None, call.needs_grad()
+    if passes and keys.blocks is not None and not learning:
+        own = _far_call(call, query, key, value, mask)
+        if TritonBackend().unsupported_reason(own) is None:
+            from .triton import attention
 
-    out, log_sum, top = _exact(call, call.query, keys)
-    out = readable(out.to(call.value.dtype))
-    exact = attention.Exact(out, log_sum, top, call.log_mixing_weights())
-    return out, attention.merge(own, exact, [attention.Pass(*one) for one in passes])
+            out, log_sum, top = _exact(call, query, keys)
+            out = readable(out.to(value.dtype))
+            return out, attention.merge(own, attention.Exact(out, log_sum, top, mix), passes)
+    total, top = _near(call, query, keys)
+    if learning and not passes:  # the learned parts have a gradient of zeros, not none
+        features = call.query_features(query[:, :, :0], 0), call.key_features(key[:, :, :0], 0)
+        total = total + mix.sum() * 0 + sum(part.values.sum() for part in features)
+    mix = mix.expand(-1, -1, length)
+    for queries, columns, reverse in passes:
+        rows = (_tokens(x, queries, reverse) for x in (query, mix, top))
+        far_keys = (_tokens(x, columns, reverse) for x in (key, value, mask[:, None]))
+        far, after = _far(call, *rows, *far_keys)
+        far = _tokens(far, slice(None), reverse)
+        total = total + (pad_tokens(far, queries.start, length - queries.stop) if far.shape[2] < length else far)
+    return weighted_mean(total).to(value.dtype), after
+
+
+def _tokens(x: Tensor, part: slice, reverse: bool) -> Tensor:
+    """Return a part of the tokens of `[B, heads, L, …]`, from its end where `reverse`."""
+    x = x[:, :, part]
+    return x.flip(2) if reverse else x
 
 
 def _far_call(call: WindowedCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> KernelizedCall:
@@ -245,9 +240,9 @@ def _far(
 ) -> tuple[Tensor, State | None]:
     """Return `exp(g_i) Σ_{j <= i} φ(q_i)·φ(k_j) [v_j, 1]` `[B, H, n, e + 1]`, and the state after it.
 
-    log_mix g `[B | 1, H, n | 1]`; top c `[B, H, n]`, to which log scales of queries are relative.
+    log_mix g `[B | 1, H, n]`; top c `[B, H, n]`, to which log scales of queries are relative; mask `[B, 1, n]`.
     """
-    own, backend = _far_call(call, query, key, value, mask), TritonBackend()
+    own, backend = _far_call(call, query, key, value, mask[:, 0]), TritonBackend()
     if backend.unsupported_reason(own) is None:
         total, scale, after = backend.totals(own)
     else:

@@ -63,7 +63,7 @@ def main(architecture: int, size: int, names: list[str]) -> None:
                         check.results(case, call.fused, attention.run, double=False)
                     if causal and not learning and not call.fused[1].scaled:
                         exact = attention.Exact(call.query.clone(), *(torch.zeros(1, 2, 40) for _ in range(3)))
-                        passes = [attention.Pass(slice(8, None), slice(0, 32), reverse) for reverse in (False, True)]
+                        passes = [(slice(8, None), slice(0, 32), reverse) for reverse in (False, True)]
                         attention.merge(call, exact, passes)
     window_step.launch = compile_only
     for width, name, dtype in ((64, "hedgehog", torch.bfloat16), (128, "elu", torch.float32)):

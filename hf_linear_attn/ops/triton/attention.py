@@ -169,8 +169,8 @@ class Forward(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """Softmax attention to other keys `[B, H, n, e]`, changed in place; the log-sum-exp of its logits `[B, H, n]`, what
-    weights are relative to `[B, H, n]`, and the log mixing weight `[B | 1, H, n | 1]`."""
+    """Softmax attention to other keys `[B, H, n, e]`, the log-sum-exp of its logits `[B, H, n]`, what weights are
+    relative to `[B, H, n]` (with the same strides), and the log mixing weight `[B | 1, H, n | 1]`."""
 
     out: Tensor
     log_sum: Tensor
@@ -355,30 +355,24 @@ def causal(
     return Forward(out, after, normaliser, None, None if scale is None else scale.squeeze(-1))
 
 
-class Pass(NamedTuple):
-    """Queries that see keys one by one: the i-th query the first i keys; `reverse`: both from their ends."""
-
-    queries: slice
-    keys: slice
-    reverse: bool = False
-
-
-def merge(call: KernelizedCall, exact: Exact, passes: Sequence[Pass]) -> State | None:
-    """Add causal attention in passes to softmax attention to other keys, whose output is changed in place.
+def merge(call: KernelizedCall, exact: Exact, passes: Sequence[tuple[slice, slice, bool]]) -> State | None:
+    """Add causal attention in passes to softmax attention to other keys, which is changed in place.
 
     Args:
-        call: Queries and keys of all passes; the state before the first pass.
+        call: Queries and keys of all passes, which begin at the same state. The map of keys has no log scale.
         exact: Attention of all queries; its log mixing weights are those of all passes.
-        passes: Passes over parts of them; all but the last one from the start.
+        passes: Queries that see keys one by one (the i-th query the first i keys), these keys, and whether both are
+            counted from their ends, which only the last pass may be.
 
     Returns:
         The state after the last pass.
     """
     call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
-    state, log_sum, top = None, exact.log_sum.contiguous(), exact.top.contiguous()
+    state, out, log_sum, top = None, exact.out, exact.log_sum.contiguous(), exact.top.contiguous()
+    log_mix = exact.log_mix.expand(-1, -1, out.shape[2])
     with on_device(call.query.device):
         features, maps = mapped(call)
-        for queries, keys, reverse in passes:
+        for index, (queries, keys, reverse) in enumerate(passes):
             mask = None if call.mask is None else call.mask[:, keys]
             part = features.replace(
                 query=features.query[:, :, queries], key=features.key[:, :, keys], value=call.value[:, :, keys],
@@ -386,16 +380,12 @@ def merge(call: KernelizedCall, exact: Exact, passes: Sequence[Pass]) -> State |
             )  # fmt: skip
             scale = None if maps[0].log_scale is None else maps[0].log_scale[:, :, queries, 0]
             query_map = with_log_scale(maps[0], scale, reverse=reverse)
-            own = Exact(
-                exact.out[:, :, queries], log_sum[:, :, queries], top[:, :, queries],
-                exact.log_mix[:, :, queries] if exact.log_mix.shape[2] > 1 else exact.log_mix,
-            )  # fmt: skip
-            follows = queries is not passes[-1].queries
+            own = Exact(*(x[:, :, queries] for x in (out, log_sum, top, log_mix)))
+            follows = index + 1 < len(passes)
             done = causal(part, (query_map, maps[1]), save=follows, exact=own, reverse=reverse)
             state = done.state
             if done.normaliser is not None:
-                log_sum = log_sum.clone()
-                log_sum[:, :, queries] = done.normaliser
+                own.log_sum.copy_(done.normaliser)
     return state
 
 
@@ -552,7 +542,7 @@ def _backward(
     del kv_state
     kv_state, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
     scan(kv_state, value_size, repeats=heads // groups, reverse=True)
-    # Two stages: loads in flight, in a loop within a loop, wrote over what others still read (Triton 3.6, H200).
+    # With two stages loads in flight, in a loop within a loop, wrote over what others still read (Triton 3.6, H200).
     grid = batch * groups, split.spans
     launch(kernels.backward_causal_keys, grid, *inputs, kv_state, *outputs, *shape, warps=8, stages=1)
     return _before_maps(call, before), to_value
