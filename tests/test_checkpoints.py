@@ -223,6 +223,15 @@ def test_the_class_of_a_patched_model_loads_it_again(checkpoint):
         assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))
 
 
+def test_the_class_of_a_patched_model_builds_another_from_its_config():
+    model = patched("hedgehog", LLAMA)
+    before = logits(model, token_ids())
+    other = type(model)(model.config).eval()
+    assert torch.equal(logits(model, token_ids()), before)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(logits(other, token_ids()), before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "auto_class",

@@ -102,6 +102,7 @@ class LinearAttentionModelMixin:
         remove_refusals(config)
         saved = getattr(config, CONFIG_FIELD, None)
         if saved is not None and config._attn_implementation == IMPLEMENTATION:
+            config = copy.deepcopy(config)  # A patched model may run with it.
             config._attn_implementation = None  # the exact layers' own choice, made by the base class
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = base_class(type(self))
