@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..mechanisms.base import AttentionInputs
+from ..mechanisms.base import AttentionInputs, LinearAttention
+from ..mechanisms.head_mixture import linear_mechanism
 from ..ops.common import State
 from .cache import LinearStateLayer, self_attention_cache, state_layer
 from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
@@ -98,6 +99,8 @@ def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     if mechanism is None or call.context.runs_exactly:
         return run_exact(call, mechanism)
     _check_call(call, mechanism)
+    if call.module.training and isinstance(mechanism, LinearAttention) and not torch.compiler.is_compiling():
+        _warn_of_adapter(call, mechanism)
     device = call.query.device.type
     # (Where autocast is off already we save the time of entering a context.)
     autocast_off = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
@@ -193,6 +196,21 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
             weights = mechanism.attention_weights(inputs)
         weights = weights.to(call.value.dtype)
     return out, weights
+
+
+def _warn_of_adapter(call: InterfaceCall, mechanism: LinearAttention) -> None:
+    """Warn before new features are drawn in the base of a PEFT adapter, which holds no copy of them."""
+    feature_map: Any = getattr(linear_mechanism(mechanism), "feature_map", None)
+    every = getattr(getattr(feature_map, "options", None), "redraw_every", None)
+    if every is None or not (passes := int(getattr(feature_map, "passes", 0))) or passes % every:
+        return
+    root = forward_context.runs[0].module if forward_context.runs else call.module
+    if any(hasattr(type(part), "adapter_layer_names") for part in root.modules()):
+        logger.warning_once(  # type: ignore[attr-defined]
+            f"redraw_every={every} draws new features in the base model of an adapter, whose file does not hold them: "
+            f"loaded again, it would run with others. List {SUBMODULE!r} in modules_to_save, patch without "
+            "redraw_every, or save the merged model."
+        )
 
 
 def _check_slice(call: InterfaceCall, boundaries: Tensor | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
@@ -9,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration import attention
 from tests.comparing import Snapshot, logits
 from tests.inputs import token_ids
 from tests.small import patched
@@ -162,6 +165,20 @@ def test_without_modules_to_save_the_learned_parts_are_frozen():
     learned = [p for key, p in made.named_parameters() if "linear_attention" in key]
     assert learned
     assert all(not p.requires_grad and p.grad is None for p in learned)
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["linear_attention"]], ids=str)
+def test_new_draws_that_an_adapter_does_not_hold_are_warned_of(modules_to_save, tmp_path, caplog):
+    attention.logger.warning_once.cache_clear()
+    base = patched("favor+", LLAMA, redraw_every=2)
+    made = adapted(copy.deepcopy(base), LLAMA, modules_to_save=modules_to_save).train()
+    for _ in range(3):
+        made(token_ids(), use_cache=False)
+    made.eval().save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base, tmp_path).eval()
+    held = modules_to_save is not None
+    assert torch.equal(logits(loaded, token_ids()), logits(made, token_ids())) is held
+    assert ("draws new features in the base model of an adapter" in caplog.text) is not held
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
