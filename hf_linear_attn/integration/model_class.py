@@ -204,6 +204,15 @@ class LinearAttentionModelMixin:
         cache = self_attention_cache([model_kwargs.get("past_key_values")])
         if cache is None:
             return prepared
+        mask, seen = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
+        # Transformers drops a mask of ones, of which it remembers the length.
+        length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
+        if seen and not self.config.is_encoder_decoder and length is not None and length <= seen:
+            raise ValueError(  # Transformers would read the input again, after the cache.
+                f"The cache holds {seen} tokens, and the input has {length}: no token is left to continue from. Pass "
+                "all tokens, at least one of which is not in the cache: fill it without the last token of a prompt "
+                "that is to be continued as it is."
+            )
         for module in attention_modules(self):  # type: ignore[arg-type]
             context = layer_context(module)
             if context is None or not context.causal or getattr(module, "layer_idx", None) is None:

@@ -111,6 +111,20 @@ def test_continuing_from_a_cache_with_several_tokens(family):
 
 
 @EITHER
+def test_a_cache_of_the_whole_prompt_is_refused(family):
+    """Transformers would read the prompt a second time."""
+    model, ids = patched("hedgehog", family), token_ids(2, 9)
+    cache = DynamicCache()
+    logits(model, ids, past_key_values=cache)
+    for length in (9, 4):
+        with pytest.raises(ValueError, match=f"The cache holds 9 tokens, and the input has {length}: no token is left"):
+            generate(model, ids[:, :length], past_key_values=cache)
+    cache = DynamicCache()
+    logits(model, ids[:, :-1], past_key_values=cache)
+    assert torch.equal(generate(model, ids, past_key_values=cache), generate(model, ids))
+
+
+@EITHER
 def test_streaming(family):
     model, streamer = patched("window", family), Collector()
     expected = generate(model, token_ids(1, 7))
