@@ -235,6 +235,12 @@ def is_mapped(fused: FusedMap) -> bool:
     return fused.weight is not None or fused.scaled
 
 
+@functools.cache
+def feature_arguments(features: int, dtype: torch.dtype) -> MapArguments:
+    """Return the kernels' arguments of features that were computed before, from inputs of a dtype."""
+    return map_arguments(FusedMap("relu"), features, dtype)._replace(activation=tl.constexpr("mapped"))
+
+
 def with_log_scale(arguments: MapArguments, scale: Tensor | None, *, reverse: bool = False) -> MapArguments:
     """Return the arguments of features with their log scale `[B, heads, L]`."""
     if scale is None:
@@ -267,8 +273,9 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
     maps: list[MapArguments] = []
     for x, fused in zip((call.query, call.key), call.fused, strict=True):
         batch, heads, length, size = x.shape
-        arguments = map_arguments(fused, size, x.dtype)
-        if is_mapped(fused):
+        if not is_mapped(fused):
+            arguments = map_arguments(fused, size, x.dtype)
+        else:
             part, both, tokens = projection(fused, size, x.dtype)
             width = fused.num_features(size)
             # Small features count where they are all that a row has: float16 would round them to zero.
@@ -277,9 +284,7 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
             scale = torch.empty(batch, heads, length, device=x.device) if fused.scaled else None
             grid = (batch * heads, triton.cdiv(length, tokens))
             launch(kernels.map_tokens, grid, rows(x), out, scale, part, heads, length, both, tokens, warps=4)
-            plain = map_arguments(FusedMap("relu"), width, x.dtype)
-            x = out
-            arguments = with_log_scale(plain._replace(activation=tl.constexpr("mapped")), scale)
+            arguments, x = with_log_scale(feature_arguments(width, x.dtype), scale), out
         tensors.append(x)
         maps.append(arguments)
     return call.replace(query=tensors[0], key=tensors[1]), (maps[0], maps[1])
