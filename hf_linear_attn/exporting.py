@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,8 +132,9 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
             expected, actual = model(**inputs)[0], exported(**inputs)[0].to(model.device)
         if expected.shape[:2] == real.shape:  # one output a token
             expected, actual = expected[real], actual[real]
-        worst = max(worst, float((expected - actual).abs().max() / expected.abs().max()))
-    if not worst <= TOLERANCE and model.dtype == torch.float32:
+        size = expected.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        worst = float(torch.maximum(torch.tensor(worst), ((expected - actual).abs().max() / size).cpu()))  # keeps NaN
+    if not worst <= (TOLERANCE if model.dtype == torch.float32 else sys.float_info.max):
         raise RuntimeError(
             f"The exported graph's outputs differ from the model's by {worst:.1e} of the largest, more than rounding. "
             "Please report it, with the model's config."
@@ -167,5 +169,8 @@ def padded_inputs(model: PreTrainedModel, lengths: Any) -> dict[str, Any]:
     inputs = synthetic_inputs(model, range(5, 5 + min(40, model.config.get_text_config().vocab_size - 5)), max(lengths))
     inputs = {name: tensor.repeat(len(lengths), 1) for name, tensor in inputs.items()}
     column, size = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
-    real = column >= max(lengths) - size if model.can_generate() else column < size
-    return {**inputs, "attention_mask": real.long().to(model.device)}
+    real = (column >= max(lengths) - size if model.can_generate() else column < size).to(model.device)
+    # The head of a decoder reads the last token that is no padding, and finds it by the token.
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    ids = inputs["input_ids"] if pad is None else inputs["input_ids"].masked_fill(~real, pad)
+    return {**inputs, "input_ids": ids, "attention_mask": real.long()}

@@ -1,11 +1,12 @@
 """The verb `export`: patched checkpoints as ONNX graphs and as programs of torch.export."""
 
+import math
 import sys
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GPT2Config, GPT2ForSequenceClassification
 from transformers.exporters.base import ExportedModel
 
 import hf_linear_attn as hla
@@ -129,6 +130,31 @@ def test_the_smallest_limit_bounds_the_length(architecture, options, limit):
         inputs = {**padded_inputs(model, (length, 2)), "input_ids": ids}
         with torch.no_grad():
             assert_close(exported(**inputs)[0][0], model(**inputs)[0][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_outputs_that_are_no_numbers_are_an_error(dtype, wrong, monkeypatch):
+    model = hla.patch_model(tiny_model("bert"), "hedgehog").to(dtype)
+
+    class Exported:
+        export_format = "dynamo"
+
+        def __call__(self, **inputs):
+            with torch.no_grad():
+                return (model(**inputs)[0] * wrong,)
+
+    monkeypatch.setattr("transformers.exporters.exporter_dynamo.DynamoExporter.export", lambda *_: Exported())
+    with pytest.raises(RuntimeError, match=f"differ from the model's by {wrong}"):
+        export_model(model, "torch")
+
+
+@pytest.mark.slow
+def test_a_classifier_reads_the_last_token_that_is_no_padding():
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=60, n_positions=96, pad_token_id=1, num_labels=3)
+    torch.manual_seed(0)
+    model = hla.patch_model(GPT2ForSequenceClassification(config).eval(), "hedgehog")
+    assert export_model(model, "torch")[1] <= 1e-4
 
 
 @pytest.mark.slow
