@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 DROPPED = "__dropped__"
+
+#: Text that names a class by its number, as Transformers does by default.
+_CLASS_NUMBER = re.compile(r"(LABEL_)?\s*[-+]?\d+\s*")
+
 BATCH_SIZE = 1000
 
 
@@ -462,6 +466,8 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
         texts = splits.cast_column("label", datasets.Value("string"))
         pairs = {*zip(splits["train"]["label"], texts["train"]["label"], strict=True)} - {(None, None)}
         labels = [text for _, text in sorted(pairs)]
+        if all(map(_CLASS_NUMBER.fullmatch, labels)):  # text that says which output of a head a class is
+            labels.sort(key=lambda text: int(text.removeprefix("LABEL_")))
         if "" in labels:
             remedy = "Rows without a label cannot be trained on: remove them."
             raise ValueError(f"The column {data.label_column!r} of the training data has empty cells. {remedy}")

@@ -135,13 +135,16 @@ def compute_metrics(names: Sequence[str], predictions: Any, references: Any) -> 
 def constant_answer_score(metric: str, references: Any) -> float:
     """Return a metric of the same answer to all rows: the most frequent class, or the mean of scores.
 
-    It is 0 where it is undefined, as the correlation of one answer is: that knows nothing.
+    Of two classes it is the better one, which for f1 is class 1 however rare. It is 0 where it is undefined, as the
+    correlation of one answer is: that knows nothing.
     """
     references = np.asarray(references)
     is_score = np.issubdtype(references.dtype, np.floating)
-    answer = references.mean() if is_score else np.bincount(references).argmax()
-    score = compute_metrics([metric], np.full_like(references, answer), references)[metric]
-    return 0.0 if math.isnan(score) else score
+    counts = None if is_score else np.bincount(references)
+    answers = [references.mean()] if counts is None else (0, 1) if len(counts) == 2 else [counts.argmax()]
+    scores = [compute_metrics([metric], np.full_like(references, one), references)[metric] for one in answers]
+    known = [0.0 if math.isnan(score) else score for score in scores]
+    return max(known) if higher_is_better(metric) else min(known)
 
 
 def _hub_metric(name: str) -> Metric:

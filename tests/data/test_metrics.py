@@ -128,6 +128,7 @@ def test_rows_whose_logits_are_nan_have_no_score():
 def test_the_score_of_one_answer_to_all_rows():
     assert constant_answer_score("accuracy", [0, 1, 1, 2]) == 0.5
     assert constant_answer_score("matthews_correlation", [0, 1, 1]) == 0.0
+    assert constant_answer_score("f1", [0, 0, 0, 1]) == pytest.approx(0.4)  # of class 1: precision 1/4, recall 1
     assert constant_answer_score("mse", [1.0, 2.0, 6.0]) == pytest.approx(14 / 3)  # the mean, 3
     assert constant_answer_score("pearson", [1.0, 2.0, 6.0]) == 0.0
 

@@ -110,6 +110,17 @@ def test_own_labelled_data_are_a_task(tmp_path):
     assert (task.labels, list(splits["train"]["label"])) == (("9", "10"), [1, 0])
 
 
+@pytest.mark.parametrize("form", ["{}", "LABEL_{}", "{:02}", " {}"])
+def test_classes_that_are_numbers_as_text_are_in_their_order(form, tmp_path):
+    """A head whose classes have no names of their own has them in this order."""
+    names = [form.format(number) for number in range(12)]
+    rows = [{"text": f"t{row}", "label": names[row * 5 % 12]} for row in range(60)]
+    write(tmp_path, {"rows.jsonl": "\n".join(map(json.dumps, rows))})
+    task, splits = load_labelled(DataConfig(dataset=str(tmp_path / "rows.jsonl")))
+    assert task.labels == tuple(names)
+    assert all(row["label"] == int(row["text"][1:]) * 5 % 12 for split in splits.values() for row in split)
+
+
 def test_the_end_of_a_running_text_is_held_out(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
     numbers = [str(index) for index in range(1000)]
