@@ -46,8 +46,8 @@ PIPELINES = {
 RECALL_TITLES = {"niah_multikey_1": "one of four keys in prose", "retrieval": "the document of a sentence"}
 #: Metrics that are correlations; the Matthews coefficient is the one of two classes.
 CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
-#: From this standard error on, a metric has two digits.
-FEW_ROWS = 0.005
+#: Most digits of a metric.
+MAX_DIGITS = 6
 #: Options of this run that say nothing of its result.
 LOCAL_OPTIONS = ("output", "resume", "overwrite", "hub_model_id", "hub_private_repo")
 
@@ -89,14 +89,16 @@ def standard_error(metric: str, values: Mapping[str, float], rows: int) -> float
 
 
 def with_error(metric: str, values: Mapping[str, float], rows: int) -> str:
-    """Return a metric as text with its standard error, `0.84 ± 0.02`: two digits where rows are few, else three.
+    """Return a metric as text with its standard error, `0.84 ± 0.02`: two digits, or as many as show the error.
 
-    A cosine of embeddings, and the loss that is 1 minus it, have four digits: they differ in the last ones.
+    Without an error as many show two digits of a small value. A cosine of embeddings, and the loss that is 1 minus it,
+    have four digits: they differ in the last ones.
     """
     value, stderr = values[metric], standard_error(metric, values, rows)
-    digits = 2 if stderr is None or stderr >= FEW_ROWS else 3
-    if stderr is None and "cosine" in values:
-        digits = 4
+    least = 4 if stderr is None and "cosine" in values else 2
+    smallest = value / 5 if stderr is None else 2 * stderr
+    shown = math.ceil(-math.log10(abs(smallest))) if smallest and math.isfinite(smallest) else least
+    digits = min(max(shown, least), MAX_DIGITS)
     return f"{value:.{digits}f}" + ("" if stderr is None else f" ± {stderr:.{digits}f}")
 
 

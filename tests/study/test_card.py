@@ -323,6 +323,14 @@ def test_the_control_is_what_the_student_is_compared_with():
         ("pearson", {"pearson": 0.5}, 101, "0.50 ± 0.07"),  # (1 - 0.25) / 10
         ("perplexity", {"perplexity": 20.0, "loss": 3.0, "loss_stderr": 0.01}, 9, "20.00 ± 0.20"),
         ("f1", {"f1": 0.5}, 50, "0.50"),
+        ("pearson", {"pearson": 0.995}, 1501, "0.9950 ± 0.0003"),  # an error of 0.000 would be none
+        ("loss", {"loss": 2.34567, "loss_stderr": 0.00004}, 50, "2.34567 ± 0.00004"),
+        ("mse", {"mse": 0.0034}, 50, "0.0034"),  # 0.00 would be perfect
+        ("mse", {"mse": 0.0}, 50, "0.00"),
+        ("mse", {"mse": 1e-12}, 50, "0.000000"),
+        ("mse", {"mse": float("nan")}, 50, "nan"),
+        ("cosine", {"cosine": 0.995, "loss": 0.005}, 50, "0.9950"),
+        ("loss", {"cosine": 0.995, "loss": 0.005}, 50, "0.0050"),
     ],
 )
 def test_metrics_with_their_errors(metric, values, rows, expected):
