@@ -480,6 +480,8 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
             listed = ", ".join(labels)
             raise ValueError(f"The label {min(unknown)!r} does not occur in the training data ({listed}).")
         splits = texts.cast_column("label", datasets.ClassLabel(names=labels))
+    elif labels is None:
+        splits = splits.cast_column("label", feature)  # scores of another split may be whole numbers only
     metrics = ("pearson", "spearmanr") if labels is None else ("accuracy",)
     names = None if labels is None else tuple(labels)
     return Task(Path(str(data.dataset)).name, data.text_columns, names, metrics), splits

@@ -179,13 +179,17 @@ class Evaluation:
             label: Which row.
             before: The mechanism as patched, before attention transfer; None where there was no transfer.
         """
-        rows = self.select(score.measurement, score.metric, task=score.task, label=label, before=before)
-        rows = rows[rows["layer"].isna() & rows["value"].notna()]
+        rows = self._score_rows(score, label, before=before).dropna(subset="value")
         if not len(rows):
             return None
         values, stderr = tuple(map(float, rows["value"])), rows["stderr"].astype(float).mean()
         spread = stdev(values) if len(values) > 1 else None
         return Quality(fmean(values), spread, None if math.isnan(stderr) else float(stderr), values)
+
+    def _score_rows(self, score: Score, label: str, **columns: Any) -> pandas.DataFrame:
+        """The values of a score by seed or checkpoint, those that are no number among them."""
+        rows = self.select(score.measurement, score.metric, task=score.task, label=label, **columns)
+        return rows[rows["layer"].isna()]
 
     def lengths(self, measurement: str, batch_size: int = 1) -> list[int]:
         """Return the lengths at which something was timed for all rows."""
@@ -299,6 +303,10 @@ class Evaluation:
                 reference = "the control" if one.control else "the exact model"
                 problem = f"{reference} ({own}) is not clearly better than {one.assessment.floor_name} ({lowest})"
                 lines.append(f"{score.title}: these data cannot measure attention: {problem}. No conclusion is drawn.")
+            rows = self._score_rows(score, label, before=False)
+            if 0 < (lost := int(rows["value"].isna().sum())) < len(rows):
+                runs = f"in {lost} of {len(rows)} runs"
+                lines.append(f"{label}: {score.title} is no number {runs}; the others are shown.")
         if self._quality_of_short_inputs():
             lines.append(f"Quality was measured on inputs of at most {self.longest_quality_input():,} tokens.")
         timed, own = self.info["settings"]["dtype"], self.info["model"]["dtype"]

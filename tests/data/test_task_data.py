@@ -233,6 +233,16 @@ def test_a_score_that_is_no_number_names_the_row(tmp_path):
         load_task_data("classification", tokenizer(), data, 0)
 
 
+def test_whole_numbers_are_scores_where_the_training_rows_have_scores(tmp_path):
+    train = [{"text": "x", "label": number / 10} for number in range(9)]
+    held_out = [{"text": "x", "label": number} for number in (-1, -1, 5)]
+    parts = {"train.jsonl": train, "validation.jsonl": held_out}
+    folder = write(tmp_path, {name: "\n".join(map(json.dumps, rows)) for name, rows in parts.items()})
+    data = load_task_data("classification", tokenizer(), DataConfig(dataset=str(folder), metrics=("mse",)), 0)
+    assert data.validation[""]["labels"][:] == [-1.0, -1.0, 5.0]
+    assert data.constant_answer_score() == pytest.approx(8)  # of their mean, 1
+
+
 def test_validation_rows_of_a_text_are_drawn_from_all_of_it(tmp_path):
     dataset = str(write(tmp_path, {"text.txt": sample_text(60)}) / "text.txt")
     data = DataConfig(dataset=dataset, documents="lines", validation_size=0.5, max_length=32)

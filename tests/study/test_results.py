@@ -82,6 +82,15 @@ def test_a_converted_model_is_concluded_on_by_its_control() -> None:
     assert "the control (0.505) is not clearly better" in line
 
 
+def test_a_seed_whose_score_is_no_number_is_not_left_out_in_silence() -> None:
+    result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 11.0, "without attention": 20.0})
+    assert result.warnings() == []
+    diverged = evaluation(PERPLEXITY, {"elu": float("nan")}).table
+    result = Evaluation(pandas.concat([result.table, diverged], ignore_index=True), result.info)
+    assert result.summary().loc["elu", "perplexity"] == "11.00"
+    assert result.warnings() == ["elu: perplexity is no number in 1 of 2 runs; the others are shown."]
+
+
 def test_the_exact_model_comes_first_and_then_the_floor() -> None:
     result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 30.0, "window": 10.1, "without attention": 20.0})
     elu, window = result.conclusions()
