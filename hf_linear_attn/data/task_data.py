@@ -12,9 +12,10 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -508,11 +509,22 @@ def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, en
         rows = rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
         task.validation["" if len(names) == 1 else name.removeprefix("validation").lstrip("_")] = rows
         task.facts[f"{name}_rows"] = len(rows)
+    trained = set(_row_hashes(task.train))
+    repeated = (row in trained for rows in task.validation.values() for row in _row_hashes(rows))
+    task.facts["validation_repeated"] = sum(repeated)
     every = (task.train, *task.validation.values())
     if not all(len(rows) for rows in every):
         raise ValueError(f"The data gives {task.facts}: there is nothing to train or to evaluate on.")
     task.longest = max(max(row_lengths(rows)) for rows in every)
     task.metric = "_".join(filter(None, (next(iter(task.validation)), *(task.metric_names or ("loss",))[:1])))
+
+
+def _row_hashes(rows: Dataset) -> Iterator[int]:
+    """Hash the tokens of each row."""
+    for table in rows.with_format("arrow").iter(BATCH_SIZE):
+        ids = table["input_ids"].combine_chunks()
+        values, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
+        yield from (hash(values[start:stop].tobytes()) for start, stop in pairwise(offsets))
 
 
 def _draw(dataset: Dataset, size: int | None, seed: int, *, in_order: bool = False) -> Dataset:

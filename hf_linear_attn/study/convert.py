@@ -229,6 +229,9 @@ def _load_data(run: TrainingRun) -> TaskData:
         share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
         cut = f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut"
         run.say(f"{cut} to {max_length:,} tokens ({reason}); they lose {100 * share:.1f} % of all tokens.")
+    if repeated := facts["validation_repeated"]:
+        rows = f"{repeated:,} of {held_out:,} validation rows are in the training data, too"
+        run.say(f"{rows}: their scores say little of new inputs.")
     return data
 
 

@@ -141,6 +141,16 @@ def test_the_tokens_to_train_on_are_those_of_the_rows_that_are_drawn(tmp_path):
         assert (facts["train_rows"], facts["train_tokens"]) == (3, sum(map(len, encoded.train["input_ids"])))
 
 
+def test_validation_rows_that_are_in_the_training_data_are_counted(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    train = "text,label\n" + "".join(f"alpha {row % 7} beta,{row % 2}\n" for row in range(20))
+    folder = write(tmp_path, {"train.csv": train, "dev.csv": "text,label\nalpha 3 beta,1\ngamma,0\nalpha 3,1\n"})
+    encoded = load_task_data("classification", tokenizer(), DataConfig(dataset=str(folder)), seed=0)
+    assert encoded.facts["validation_repeated"] == 1
+    drawn = DataConfig(dataset=str(folder / "train.csv"), validation_size=0.25)
+    assert load_task_data("classification", tokenizer(), drawn, seed=0).facts["validation_repeated"] == 5
+
+
 def test_text_of_any_source(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
     folder = write(
