@@ -32,6 +32,9 @@ SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)
 #: tokens, a quarter of its cache at 8,192 tokens, they take 0.2 of it.
 WINDOW_SHARE = 0.2
 
+#: Of a damage or a share in percent; the digits after them are those of rounding.
+DECIMALS = 6
+
 
 @dataclass(frozen=True)
 class DamageUnit:
@@ -56,7 +59,7 @@ class DamageUnit:
 
     def format(self, damage: float | None) -> str:
         """Return damage with its sign and unit: `+1.30% perplexity`, `-0.40 points`."""
-        return "undefined" if damage is None else self.template.format(round(self.sign * damage, 6) + 0.0)
+        return "undefined" if damage is None else self.template.format(round(self.sign * damage, DECIMALS) + 0.0)
 
 
 def scored(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -143,12 +146,15 @@ class Budget:
         raise ValueError(f"The budget {text!r} cannot be read. {remedy}")
 
     def is_met(self, value: float | None) -> bool:
-        """Return whether a damage in the budget's unit, a speedup, or a share of the exact cache is within it."""
+        """Return whether a damage in the budget's unit, a speedup, or a share of the exact cache is within it.
+
+        A loss or a share of just the limit is, whatever its last binary digits: it is compared as it is shown.
+        """
         if value is None:
             return False
         if self.cost == "speedup":
             return value >= self.limit
-        return (100 * value if self.cost == "cache" else value) <= self.limit
+        return round(100 * value if self.cost == "cache" else value, DECIMALS) <= self.limit
 
     def check_metric(self, name: str, *, greater_is_better: bool) -> None:
         """Raise a ValueError where points of a metric are no loss, because less of it is better."""
@@ -269,7 +275,7 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
             window = within[-1]
         stored = ", stored in int8," if cache_dtype == "int8" else ""
         reason = f"{share * exact + (1 - share) * states[window]:.1%} of {counted} at {length:,} tokens"
-        text = f"{DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads{stored} take {reason}"
+        text = f"in float32 {DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads{stored} take {reason}"
         return Choice(share, window, text, cache_dtype)
 
     own = fit(options.cache_dtype)

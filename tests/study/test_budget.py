@@ -86,6 +86,29 @@ def test_points_of_an_error_are_no_budget() -> None:
     Budget.parse("1% perplexity").check_metric("loss", greater_is_better=False)
 
 
+@pytest.mark.parametrize(("correct", "rows"), [(201, 400), (300, 600), (501, 1000)])
+def test_a_loss_of_just_the_limit_is_within_the_budget(correct: int, rows: int) -> None:
+    # In binary 100 times the difference of such scores is now and then a little more than 0.5.
+    points = Budget.parse("0.5 points")
+    exact, unit = {"score": correct / rows}, points.unit
+    assert unit is not None
+    assert points.is_met(unit.damage(exact, {"score": (correct - rows // 200) / rows}))
+    assert not points.is_met(unit.damage(exact, {"score": (correct - rows // 200 - 1) / rows}))
+    recall = Budget.parse("90% recall at 2048")
+    assert recall.unit is not None
+    assert recall.is_met(recall.unit.damage({"recall": 40 / 48}, {"recall": 36 / 48}))
+    assert not recall.is_met(recall.unit.damage({"recall": 40 / 48}, {"recall": 35 / 48}))
+    assert Budget.parse("7% cache at 2048").is_met(7 / 100)
+    assert not Budget.parse("7% cache at 2048").is_met(0.0701)
+
+
+def test_a_choice_says_that_its_share_is_one_of_float32() -> None:
+    # In bfloat16 the exact cache is half as large, and one in int8 takes twice the share of it.
+    model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
+    choice = choose_heads_and_window(Budget.parse("15% cache at 600"), model, 1024, lambda share, window: None)
+    assert choice.reason.startswith("in float32 window of 64 tokens and ")
+
+
 def test_int8_meets_what_windows_in_float32_do_not() -> None:
     model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
     budget = Budget.parse("15% cache at 600")
