@@ -39,6 +39,7 @@ from ..utils.options import make_config, to_dict
 from ..utils.timing import is_measurable
 from .budgets import Budget, choose_heads_and_window, quarter_window, scored
 from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
+from .prepare import weights_fingerprint
 from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics, tensors_of
 
 Metrics = dict[str, Any]
@@ -268,6 +269,7 @@ def _teacher(run: TrainingRun) -> PreTrainedModel:
     if not config.teacher.enabled:
         if new_parameters:
             raise models.missing_head(config, f"{new_parameters[0]} is missing")
+        run.use_model(weights_fingerprint(model))
         return model
     model, progress = run.train("teacher", model)
     run.save(folder, model)

@@ -233,6 +233,13 @@ class TrainingRun:
             changes = changes or "as many rows and tokens, but not the same"
             raise ValueError(f"resume: {str(self.folder)!r} was begun with other data ({changes}). {remedy}")
 
+    def use_model(self, fingerprint: str) -> None:
+        """Set the hash of the exact model's weights; a ValueError if a resumed run began with others."""
+        self._data_facts["model"] = fingerprint
+        if self.state.get("processes", {}).get("model", fingerprint) != fingerprint:
+            problem = f"{str(self.folder)!r} was begun with other weights of {self.config.model!r}"
+            raise ValueError(f"resume: {problem}. Give those, or another output folder.")
+
     def prepare_folder(self) -> None:
         """Write the options, in place of an earlier result that the run replaces. Called before anything is written."""
         if self.is_main_process and not self._is_prepared:

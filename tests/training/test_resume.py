@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.distillation import FinetuningTrainer
+from hf_linear_attn.training.options import TeacherConfig
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.slow_cases import long, slow_rows
@@ -207,6 +209,25 @@ def test_other_data_do_not_resume(folder: Path, tmp_path: Path, monkeypatch: pyt
         file.write_text("".join(other), encoding="utf-8")
         with pytest.raises(ValueError, match=rf"was begun with other data \({message}"):
             convert(convert_config(*paths, resume=True), console=quiet())
+
+
+@pytest.mark.slow
+def test_another_model_of_the_same_name_does_not_resume(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = save_encoder(tmp_path / "encoder", head=True)
+    config = convert_config(encoder, folder / "task", tmp_path / "out")
+    config = replace(config, teacher=TeacherConfig(), transfer=replace(config.transfer, max_steps=0))
+    with monkeypatch.context() as patch:
+        at_step(patch, "distill", 3, kill)
+        with pytest.raises(Killed):
+            convert(config, console=quiet())
+    model = AutoModelForSequenceClassification.from_pretrained(encoder)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    model.save_pretrained(encoder)
+    with pytest.raises(ValueError, match="was begun with other weights"):
+        convert(replace(config, resume=True), console=quiet())
 
 
 @pytest.mark.slow
