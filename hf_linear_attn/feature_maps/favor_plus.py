@@ -71,6 +71,12 @@ class FavorPlusFeatureMap(FeatureMap):
         """Replace W by the rows that a layer with this `seed` starts with."""
         self.weight = self._rows(seed).to(self.weight)
 
+    @property
+    def redraws(self) -> bool:
+        """Whether the next forward pass in training mode begins with new draws."""
+        every = self.options.redraw_every
+        return every is not None and (passes := int(self.passes)) > 0 and passes % every == 0
+
     def begin_forward(self) -> None:
         every = self.options.redraw_every
         if every is None or not self.training:
@@ -83,9 +89,8 @@ class FavorPlusFeatureMap(FeatureMap):
             )
         if torch._C._current_graph_task_id() != -1:
             return  # Inside a backward pass: gradient checkpointing runs this pass again and must see the same W.
-        passes = int(self.passes)
-        if passes and passes % every == 0:
-            self.redraw(self.options.seed + REDRAW_SEED_STRIDE * (passes // every))
+        if self.redraws:
+            self.redraw(self.options.seed + REDRAW_SEED_STRIDE * (int(self.passes) // every))
         self.passes = self.passes + 1
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:

@@ -201,15 +201,14 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
 def _warn_of_adapter(call: InterfaceCall, mechanism: LinearAttention) -> None:
     """Warn before new features are drawn in the base of a PEFT adapter, which holds no copy of them."""
     feature_map: Any = getattr(linear_mechanism(mechanism), "feature_map", None)
-    every = getattr(getattr(feature_map, "options", None), "redraw_every", None)
-    if every is None or not (passes := int(getattr(feature_map, "passes", 0))) or passes % every:
+    if not getattr(feature_map, "redraws", False):
         return
     root = forward_context.runs[0].module if forward_context.runs else call.module
     if any(hasattr(type(part), "adapter_layer_names") for part in root.modules()):
         logger.warning_once(  # type: ignore[attr-defined]
-            f"redraw_every={every} draws new features in the base model of an adapter, whose file does not hold them: "
-            f"loaded again, it would run with others. List {SUBMODULE!r} in modules_to_save, patch without "
-            "redraw_every, or save the merged model."
+            f"redraw_every={feature_map.options.redraw_every} draws new features in the base model of an adapter, "
+            f"whose file does not hold them: loaded again, it would run with others. List {SUBMODULE!r} in "
+            "modules_to_save, patch without redraw_every, or save the merged model."
         )
 
 
