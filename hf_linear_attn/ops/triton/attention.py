@@ -16,7 +16,8 @@ from ..common import DENOMINATOR_EPS, State, first_derivative, parameter_gradien
 from ..formulas import PARTS, FusedMap
 from ..windowed import LARGEST_GAP
 from . import interpreted, kernels, power_of_two
-from .kernels import ExactArguments, MapArguments, Rows
+from .kernels import ExactArguments
+from .maps import MapArguments, Rows, map_gradients, map_tokens
 
 #: Numbers of the state that one program holds at a time: 16 KB in float32.
 STATE_BLOCK = 1 << 12
@@ -283,7 +284,7 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
             out = torch.empty(batch, heads, length, width, dtype=stored, device=x.device)
             scale = torch.empty(batch, heads, length, device=x.device) if fused.scaled else None
             grid = (batch * heads, triton.cdiv(length, tokens))
-            launch(kernels.map_tokens, grid, rows(x), out, scale, part, heads, length, both, tokens, warps=4)
+            launch(map_tokens, grid, rows(x), out, scale, part, heads, length, both, tokens, warps=4)
             arguments, x = with_log_scale(feature_arguments(width, x.dtype), scale), out
         tensors.append(x)
         maps.append(arguments)
@@ -566,7 +567,7 @@ def _before_maps(call: KernelizedCall, gradients: list[Tensor]) -> list[Tensor]:
                 before = torch.empty(batch, heads, length, width, dtype=gradient.dtype, device=x.device)
             grid = (batch * heads, triton.cdiv(length, tokens // 2))
             arguments = rows(x), rows(gradient), rows(before), part, heads, length, both, tokens // 2
-            launch(kernels.map_gradients, grid, *arguments, warps=4)
+            launch(map_gradients, grid, *arguments, warps=4)
             if not both and PARTS[fused.activation] == 2:
                 before = before[..., :width] + before[..., width:]
             if fused.weight is None:

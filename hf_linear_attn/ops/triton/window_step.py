@@ -17,7 +17,8 @@ from ..windowed import LARGEST_GAP
 from . import padded_features, power_of_two
 from .attention import launch, map_arguments, mask_bytes, on_device, rows
 from .backend import unsupported_sizes
-from .kernels import features, finite, load_state, store_state
+from .kernels import finite, load_state, store_state
+from .maps import features
 
 #: Keys of the ring that are read at once.
 BLOCK = 64
