@@ -99,20 +99,26 @@ def pad_tokens(tensor: Tensor, before: int, after: int) -> Tensor:
     return functional.pad(tensor, (0, 0, before, after))
 
 
-def pad_to_blocks(tensor: Tensor, size: int, count: int, before: int) -> Tensor:
-    """Add tokens of zeros, so many before and the rest after those of `[B, H, L, …]`, for `count` blocks.
+class _Padding(NamedTuple):
+    """How tokens are padded to `tokens`, with zeros of which so many come `before`; of a free length: `chunk_order`."""
 
-    Of a free length the tokens are returned in the order of `chunk_order`: what follows must not depend on it.
-    """
-    length = tensor.shape[2]
-    if not is_free(length):
-        return pad_tokens(tensor, before, count * size - before - length)
-    index, padding = chunk_order(count, size, length, -before, tensor.device)
-    return tensor.index_select(2, index).masked_fill(padding.unsqueeze(-1), 0)
+    before: int
+    tokens: int
+    order: tuple[Tensor, Tensor] | None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return `[B, H, L, …]` with these tokens. What follows must not depend on the order of a free length."""
+        if self.order is None:
+            return pad_tokens(tensor, self.before, self.tokens - self.before - tensor.shape[2])
+        index, padding = self.order
+        return tensor.index_select(2, index).masked_fill(padding.unsqueeze(-1), 0)
 
 
 def split_blocks(tensor: Tensor, size: int, count: int, dim: int = 2) -> Tensor:
-    """Split the tokens of `pad_to_blocks` into blocks: a new first dimension of blocks, and tokens at `dim + 1`."""
+    """Split tokens into blocks: a new first dimension of blocks, and tokens at `dim + 1`.
+
+    Tokens of a free length are in the order of `chunk_order`.
+    """
     if is_free(count):
         return tensor.unflatten(dim, (size, count)).movedim(dim + 1, 0)
     return tensor.unflatten(dim, (count, size)).movedim(dim, 0).contiguous()
@@ -258,18 +264,26 @@ class _Blocks(NamedTuple):
         logits = logits if part.bias is None else logits + part.bias
         return Columns(logits, None if part.outside is None else self.features.apply(lambda x: x[now]), part.outside)
 
+    def joined(self, near: Sequence[slice]) -> "_Blocks":
+        """Return blocks of which each has the keys of all neighbours of a block of rows."""
 
-def _neighbours(call: WindowedCall, size: int, reach: int) -> list[_Part]:
-    """Return the geometry of a block of rows and its neighbours, the first of them `reach` blocks before it."""
-    parts = []
-    dtype, index = compute_dtype(call.query), torch.arange(size, device=call.query.device)
+        def join(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor[now] for now in near], dim=3)
+
+        return self._replace(key=join(self.key), value=join(self.value), features=self.features.apply(join))
+
+
+def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: int) -> list[_Part]:
+    """Return the geometry of a block of rows and of as many keys, `width`, from each offset before it on."""
+    parts, dtype = [], compute_dtype(call.query)
+    index, keys = (torch.arange(length, device=call.query.device) for length in (size, width))
     repeats, least = call.query.shape[1] // call.key.shape[1], 0 if call.causal else 1 - call.window
-    for blocks in range(reach, -1 if call.causal else -reach - 1, -1):
-        distance = (index.unsqueeze(-1) - index + blocks * size).repeat(repeats, 1)
+    for offset in offsets:
+        distance = (index.unsqueeze(-1) - keys + offset).repeat(repeats, 1)
         inside = (distance >= least) & (distance < call.window)
         outside = ~inside if not call.causal else distance >= call.window
         bias = torch.zeros(inside.shape, dtype=dtype, device=inside.device).masked_fill(~inside, float("-inf"))
-        nearest, farthest = blocks * size - size + 1, blocks * size + size - 1
+        nearest, farthest = offset - width + 1, offset + size - 1
         all_inside = nearest >= least and farthest < call.window
         any_outside = farthest >= call.window or (not call.causal and nearest < least)
         parts.append(_Part(None if all_inside else bias, outside.to(dtype) if any_outside else None))
@@ -301,12 +315,18 @@ class _BlockedCall:
         self.reach = reach if self.free or call.state is not None else min(reach, self.count)
         self.ahead = 0 if call.causal else self.reach
         self.before = self.reach * self.size - older
-        self.key, self.value = self._pad_keys(call.key), self._pad_keys(call.value)
-        self.valid, self.far = (self._pad_keys(real[:, None, :, None])[:, 0, :, 0] for real in (valid, far))
+        pad_keys = self._padding(call.key, self.before, self.reach + self.count + self.ahead)
+        #: Add tokens to those of `[B, H, L, …]`, as many as fill the blocks of rows.
+        self.pad_rows = self._padding(call.query, 0, self.count)
+        self.key, self.value = pad_keys(call.key), pad_keys(call.value)
+        self.valid, self.far = (pad_keys(real[:, None, :, None])[:, 0, :, 0] for real in (valid, far))
         self.masked = call.mask is not None or call.state is not None  # other padding is zero already
         self.query, log_mix = self.pad_rows(call.query), call.log_mixing_weights()
         self.log_mix = log_mix if log_mix.shape[2] == 1 else self.pad_rows(log_mix.unsqueeze(-1)).squeeze(-1)
-        self.parts = _neighbours(call, self.size, self.reach)
+        # The neighbours of a free number of blocks are joined: a graph of a few products is traced sooner.
+        width = (self.reach + 1 + self.ahead) * self.size if self.free else self.size
+        offsets = range(self.reach * self.size, -self.ahead * self.size - 1, -width)
+        self.parts = _neighbours(call, self.size, offsets, width)
         step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * self.size * self.size, 1))
         step = self.count if torch.compiler.is_compiling() else min(step, self.count)
         #: The first block of rows of each group.
@@ -316,12 +336,9 @@ class _BlockedCall:
         #: The sums over no keys: where no state stands before the first token, block 0 is empty.
         self.nothing = blocks.kv_state.at(0)
 
-    def pad_rows(self, tensor: Tensor) -> Tensor:
-        """Add tokens to those of `[B, H, L, …]`, as many as fill the blocks of rows."""
-        return pad_to_blocks(tensor, self.size, self.count, 0)
-
-    def _pad_keys(self, tensor: Tensor) -> Tensor:
-        return pad_to_blocks(tensor, self.size, self.reach + self.count + self.ahead, self.before)
+    def _padding(self, tensor: Tensor, before: int, count: int) -> _Padding:
+        order = chunk_order(count, self.size, tensor.shape[2], -before, tensor.device) if self.free else None
+        return _Padding(before, count * self.size, order)
 
     def group_size(self, start: int) -> int:
         """Return the number of blocks of rows in the group that begins with block `start`."""
@@ -373,7 +390,10 @@ class _BlockedCall:
         self, start: int, rows: QueryRows, keys: _Blocks, far: KVState, *stored: tuple[Columns, Tensor]
     ) -> Accumulator:
         """Attend from a group to its neighbours, to the sinks, to far sums `[n, B, G, m, e + 1]` and to a store."""
-        features, near = rows.features, [slice(shift, shift + rows.query.shape[0]) for shift in range(len(self.parts))]
+        features, count = rows.features, rows.query.shape[0]
+        near = [slice(shift, shift + count) for shift in range(self.reach + 1 + self.ahead)]
+        if self.free:
+            keys, near = keys.joined(near), [slice(None)]
         pairs = [(keys.columns(rows, now, part), keys.value[now]) for now, part in zip(near, self.parts, strict=True)]
         if self.sinks is not None:
             pairs.append(_sink_columns(self.sinks, rows, start * self.size, self.call))
@@ -467,8 +487,8 @@ def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[A
     blocked = _BlockedCall(inputs, valid, far, sinks, normalise=normalise, older=window)
     if call.store:
         refuse_free_length(length, "A window with store_size")
-        tokens = (x[:, :, :length] for x in (inputs.key, inputs.value, far[:, None, :, None]))
-        key, value, leave = map(blocked.pad_rows, tokens)
+        tokens = (inputs.key, inputs.value, far[:, None, :, None])
+        key, value, leave = (blocked.pad_rows(x[:, :, :length]) for x in tokens)
         store, leaving = StoredKeys.before(call), leaving_keys(call, key, value, leave[:, 0, :, 0])
     carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
     for start in blocked.starts:
