@@ -198,15 +198,18 @@ static const T* token_of(const Call& c, const Strided& tensor, long b, long g) {
 // With a state in type S.
 template <typename T, typename S>
 static int windowed_step(const Call& c) {
-  const int x_row = c.x_row(), e = c.value_size, e_row = c.e_row(), w = c.window, n = (int)c.store;
+  const int x_row = c.x_row(), e = c.value_size, e_row = c.e_row(), w = c.window, repeats = (int)c.repeats();
   const int key_size = stored_size<S>(c.size), value_size = stored_size<S>(e);
+  const long row = (w + c.sinks + c.store + LANES - 1) / LANES * LANES;
   return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
-    FeatureBlock keys(c.key_map, workspace, 1), queries(c.query_map, workspace, 1), stored(c.key_map, workspace, n);
-    float *stored_value = workspace.take((size_t)n * e_row), *recalled = workspace.take(n ? e_row : 0);
-    float *value = workspace.take(e_row), *out = workspace.take(e_row);
+    FeatureBlock keys(c.key_map, workspace, 1), queries(c.query_map, workspace, repeats),
+        stored(c.key_map, workspace, (int)c.store);
+    float *stored_value = workspace.take((size_t)c.store * e_row), *recalled = workspace.take(c.store ? e_row : 0);
+    float *value = workspace.take(e_row), *out = workspace.take((size_t)repeats * e_row);
     float *key_buffer = workspace.take((size_t)w * x_row), *value_buffer = workspace.take((size_t)w * e_row),
           *sink_key_buffer = workspace.take((size_t)c.sinks * x_row),
-          *sink_value_buffer = workspace.take((size_t)c.sinks * e_row), *weights = workspace.take(w + c.sinks + n + LANES);
+          *sink_value_buffer = workspace.take((size_t)c.sinks * e_row), *weights = workspace.take((size_t)repeats * row);
+    float* normaliser = workspace.take(repeats);
     if (!workspace.ready()) return;
 #pragma omp for schedule(static)
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
@@ -216,19 +219,25 @@ static int windowed_step(const Call& c) {
       const S* ring_value = static_cast<const S*>(c.ring_value) + stream * c.ring_capacity * value_size;
       S* new_key = static_cast<S*>(c.next_ring_key) + stream * c.ring_capacity * key_size;
       S* new_value = static_cast<S*>(c.next_ring_value) + stream * c.ring_capacity * value_size;
-      const Strided query_rows = c.select_head<T>(c.query, g, c.repeats()), out_rows = c.select_head<T>(c.out, g, c.repeats());
-      if (c.mask && !*c.mask_of(b)) {
-        const std::vector<float> zeros(e_row);
-        for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) write_rows<T>(out_rows, b, h, 0, 1, e, zeros.data(), e_row);
-        memmove(new_key, ring_key, (size_t)w * key_size * sizeof(S));
-        memmove(new_value, ring_value, (size_t)w * value_size * sizeof(S));
-        const long numbers = c.num_features();
+      const Strided query_rows = c.select_head<T>(c.query, g, repeats), out_rows = c.select_head<T>(c.out, g, repeats);
+      const long numbers = c.num_features(), first = g * repeats;
+      const auto keep_state = [&] {
+        if (c.next_state == c.state) return;
         memmove(c.next_state + stream * numbers * e, c.state + stream * numbers * e, numbers * e * sizeof(float));
         memmove(c.next_sum + stream * numbers, c.state_sum + stream * numbers, numbers * sizeof(float));
+      };
+      if (c.mask && !*c.mask_of(b)) {
+        const std::vector<float> zeros(e_row);
+        for (int r = 0; r < repeats; ++r) write_rows<T>(out_rows, b, first + r, 0, 1, e, zeros.data(), e_row);
+        memmove(new_key, ring_key, (size_t)w * key_size * sizeof(S));
+        memmove(new_value, ring_value, (size_t)w * value_size * sizeof(S));
+        keep_state();
         continue;
       }
       const long oldest = c.count[b] - w;  // position of the token that leaves the ring
       const uint8_t is_far = valid[0] && oldest >= c.sinks;
+      const bool is_short = oldest < c.sinks;  // no key is far, nor was one before
+      const int n = is_short ? 0 : (int)c.store;
       const int sinks = (int)std::max(0l, std::min<long>(oldest + 1, c.sinks));  // outside of the ring
       // Before the ring moves, which may be in place.
       const std::vector<S> oldest_key(ring_key, ring_key + (n ? key_size : 0)),
@@ -245,64 +254,85 @@ static int windowed_step(const Call& c) {
         read_rows<S>(stored_rows(sink_keys, c.size), 0, 0, 0, sinks, c.size, nullptr, sink_key_buffer, x_row);
         read_rows<S>(stored_rows(sink_values, e), 0, 0, 0, sinks, e, nullptr, sink_value_buffer, e_row);
       }
+      const int from = (int)(std::find(next_valid, next_valid + w - 1, 1) - next_valid);  // padding comes first in a ring
+      const int near = w - from, others = near + sinks, all = others + n;
       const bool contiguous_float32 = std::is_same<S, float>::value && c.size == x_row && e == e_row &&
-                                      std::find(next_valid, next_valid + w - 1, 0) == next_valid + w - 1;
+                                      std::find(next_valid + from, next_valid + w - 1, 0) == next_valid + w - 1;
       const float *near_key = key_buffer, *near_value = value_buffer;
+      const S *first_key = new_key + (size_t)from * key_size, *first_value = new_value + (size_t)from * value_size;
       if (contiguous_float32) {
-        near_key = reinterpret_cast<const float*>(new_key);
-        near_value = reinterpret_cast<const float*>(new_value);
+        near_key = reinterpret_cast<const float*>(first_key);
+        near_value = reinterpret_cast<const float*>(first_value);
       } else {
-        read_ring<T, S>(new_key, w, c.size, next_valid, token_key, key_buffer, x_row);
-        read_ring<T, S>(new_value, w, e, next_valid, token_value, value_buffer, e_row);
+        read_ring<T, S>(first_key, near, c.size, next_valid + from, token_key, key_buffer, x_row);
+        read_ring<T, S>(first_value, near, e, next_valid + from, token_value, value_buffer, e_row);
       }
 
-      for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) {
-        queries.read<T>(query_rows, b, h, 0, 1, nullptr);
-        const float log_mix = log_mixing_weight(c, b, h, queries.x, x_row);
-        const bool scaled = queries.map->scaled();
-        if (!scaled) scale_all(queries.features, queries.row, std::exp(log_mix));
-        float normaliser = step_row(c, stream, 1.0f, keys.features, queries.features, value, h == g * c.repeats(), out);
-        const float* errors = c.store_error + stream * n;
-        if (n && h == g * c.repeats()) {
-          if (is_far) update_store<S>(c, stream, keys.features, value, oldest_key.data(), oldest_value.data(), recalled);
-          FeatureBlock part = stored;
-          const S *keys = static_cast<S*>(c.store_key) + stream * n * key_size,
-                  *values = static_cast<S*>(c.store_value) + stream * n * value_size;
-          for (int j = 0; j < n; j += BLOCK, part.x += BLOCK * part.x_row, part.features += BLOCK * part.row)
-            part.read<S>(stored_rows(keys, c.size), 0, g, j, (int)std::min<long>(BLOCK, n - j), nullptr);
-          read_rows<S>(stored_rows(values, e), 0, 0, 0, n, e, nullptr, stored_value, e_row);
+      for (int r = 0; r < repeats; ++r) {
+        FeatureBlock query = queries.from(r);
+        float* own = out + (size_t)r * e_row;
+        if (is_short) {
+          read_rows<T>(query_rows, b, first + r, 0, 1, c.size, nullptr, query.x, x_row);
+          memset(own, 0, e * sizeof(float));
+          normaliser[r] = 0.0f;
+          continue;
         }
-        const int others = w + sinks, all = others + n;
-        float top = -INFINITY, *sink_weights = weights + w, *stored_weights = weights + others;
-        for (int j = 0; j < all; ++j) {
-          const float* key = j < w        ? near_key + (size_t)j * x_row
-                             : j < others ? sink_key_buffer + (size_t)(j - w) * x_row
-                                          : stored.x + (size_t)(j - others) * x_row;
-          const bool is_token = j >= others ? errors[j - others] >= 0.0f : j >= w - 1 || next_valid[j];
-          weights[j] = is_token ? dot(queries.x, key, x_row) * c.scaling : -INFINITY;
-          top = weights[j] > top || weights[j] != weights[j] ? weights[j] : top;
-        }
-        const float factor = scaled ? far_factor(*queries.scale + log_mix, top) : 1.0f;
-        if (scaled) {
-          scale_all(out, e_row, factor);
-          normaliser *= factor;
+        query.read<T>(query_rows, b, first + r, 0, 1, nullptr);
+        const float log_mix = log_mixing_weight(c, b, first + r, query.x, x_row);
+        if (query.map->scaled())
+          *query.scale += log_mix;
+        else
+          scale_all(query.features, query.row, std::exp(log_mix));
+        normaliser[r] = step_row(c, stream, 1.0f, keys.features, query.features, value, r == 0, own);
+      }
+      if (is_short) keep_state();
+      const float* errors = c.store_error + stream * n;
+      if (n) {
+        if (is_far) update_store<S>(c, stream, keys.features, value, oldest_key.data(), oldest_value.data(), recalled);
+        FeatureBlock part = stored;
+        const S *keys = static_cast<S*>(c.store_key) + stream * n * key_size,
+                *values = static_cast<S*>(c.store_value) + stream * n * value_size;
+        for (int j = 0; j < n; j += BLOCK, part.x += BLOCK * part.x_row, part.features += BLOCK * part.row)
+          part.read<S>(stored_rows(keys, c.size), 0, g, j, (int)std::min<long>(BLOCK, n - j), nullptr);
+        read_rows<S>(stored_rows(values, e), 0, 0, 0, n, e, nullptr, stored_value, e_row);
+      }
+
+      for (int j = 0; j < all; ++j) {
+        const float* key = j < near     ? near_key + (size_t)j * x_row
+                           : j < others ? sink_key_buffer + (size_t)(j - near) * x_row
+                                        : stored.x + (size_t)(j - others) * x_row;
+        const bool is_token = j >= others ? errors[j - others] >= 0.0f : j >= near - 1 || next_valid[from + j];
+        if (is_token)
+          dots(repeats, queries.x, x_row, key, x_row, c.scaling, weights + j, row);
+        else
+          for (int r = 0; r < repeats; ++r) weights[r * row + j] = -INFINITY;
+      }
+      for (int r = 0; r < repeats; ++r) {
+        const FeatureBlock query = queries.from(r);
+        float *own = weights + r * row, top = -INFINITY, factor = 1.0f;
+        for (int j = 0; j < all; ++j) top = own[j] > top || own[j] != own[j] ? own[j] : top;
+        if (query.map->scaled() && !is_short) {
+          factor = far_factor(*query.scale, top);
+          scale_all(out + (size_t)r * e_row, e_row, factor);
+          normaliser[r] *= factor;
         }
         for (int j = 0; j < all; j += LANES) {
-          const Vec weight = first_lanes(exp_of(load(weights + j) - top), all - j);
-          store(weights + j, weight);
-          normaliser += sum_of(weight);
+          const Vec weight = first_lanes(exp_of(load(own + j) - top), all - j);
+          store(own + j, weight);
+          normaliser[r] += sum_of(weight);
         }
-        multiply(1, e_row, w, weights, w, 1, near_value, e_row, out, e_row, true);
-        if (sinks) multiply(1, e_row, sinks, sink_weights, sinks, 1, sink_value_buffer, e_row, out, e_row, true);
         for (int j = 0; j < n; ++j)
           if (errors[j] >= 0.0f) {  // S has its estimate, which does not count
-            const float estimate = factor * dot(queries.features, stored.features + (size_t)j * stored.row, stored.row);
-            stored_weights[j] -= estimate;
-            normaliser -= estimate;
+            const float estimate = factor * dot(query.features, stored.features + (size_t)j * stored.row, stored.row);
+            own[others + j] -= estimate;
+            normaliser[r] -= estimate;
           }
-        if (n) multiply(1, e_row, n, stored_weights, n, 1, stored_value, e_row, out, e_row, true);
-        divide_rows<T>(c, out_rows, b, h, 0, 1, out, &normaliser);
       }
+      multiply_floats(repeats, e_row, near, weights, row, 1, near_value, e_row, out, e_row, true);
+      if (sinks) multiply_floats(repeats, e_row, sinks, weights + near, row, 1, sink_value_buffer, e_row, out, e_row, true);
+      if (n) multiply_floats(repeats, e_row, n, weights + others, row, 1, stored_value, e_row, out, e_row, true);
+      for (int r = 0; r < repeats; ++r)
+        divide_rows<T>(c, out_rows, b, first + r, 0, 1, out + (size_t)r * e_row, normaliser + r);
     }
     // The masks and counts may be overwritten in place: only after all heads of a row of the batch have read them.
 #pragma omp single
