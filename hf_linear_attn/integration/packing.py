@@ -83,6 +83,8 @@ class ModelContext:
     takes_any_argument: bool
     #: Whether keyword arguments reach its attention, as far as the source says.
     passes_arguments_on: bool
+    #: Whether a decoder's own masks begin a document at every jump of the positions, where there can be no cache.
+    splits_at_jumps: bool
     causal: bool
     #: A part that mixes tokens without attention (see `token_mixer`), or "".
     token_mixer: str
@@ -143,12 +145,21 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[
         path = [type(parent.get_submodule(part)) for part in (inside[0], *parent_names(inside[0]))]
         calls = [cls for cls in path if not issubclass(cls, nn.ModuleList)]
         passes_on = all(source_guards.passes_keyword_arguments_on(cls) for cls in calls)
+        splits_at_jumps = layer.causal and source_guards.makes_masks_by_positions(type(parent))
         names, kwargs = source_guards.argument_names(type(parent))
         mixer = token_mixer(parent, inside)
         tables = tuple(table.name for table in find_tables(parent) if table.owner is parent)
         implementation = parent.config._attn_implementation or "eager"
         context = ModelContext(
-            names, kwargs is not None, passes_on, layer.causal, mixer, tables, implementation, tuple(inside)
+            arguments=names,
+            takes_any_argument=kwargs is not None,
+            passes_arguments_on=passes_on,
+            splits_at_jumps=splits_at_jumps,
+            causal=layer.causal,
+            token_mixer=mixer,
+            position_tables=tables,
+            exact_implementation=implementation,
+            attention=tuple(inside),
         )
         setattr(parent, MODEL_CONTEXT, context)
         parent.register_forward_pre_hook(before_model, with_kwargs=True)
@@ -285,7 +296,7 @@ def _boundaries_from_positions(module: nn.Module, context: ModelContext, inputs:
         # hands a cache over, continues single sequences.
         return None
     # This is Transformers' own rule where there can be no cache; with one it takes positions for positions.
-    any_jump = context.causal and cache is None and not use_cache
+    any_jump = context.splits_at_jumps and cache is None and not use_cache
     return find_documents(positions.expand(tokens.shape[0], -1), any_jump=any_jump)
 
 

@@ -55,6 +55,8 @@ calls_interface = _guard(INTERFACE)
 passes_causal_argument = _guard(r"\bis_causal=True\b")
 #: Whether a model makes the attention masks of its layers.
 makes_masks = _guard(r"\bcreate_\w*mask\w*\(")
+#: Whether a model makes masks by its position ids too: Transformers then begins a document at every jump.
+makes_masks_by_positions = _guard(r"\bcreate_\w*mask\w*\((?:[^()]|\([^()]*\))*position_ids|'position_ids': ")
 #: Whether modules of the class pass a logit soft cap to the attention, where their config has one.
 caps_logits = _guard("softcap")
 #: Whether modules of the class pass learned attention sinks to the attention, where they have some.

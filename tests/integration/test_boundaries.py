@@ -59,6 +59,15 @@ def test_a_decoder_without_a_cache_splits_at_every_jump():
     assert sizes == [(1, 9)] * 2  # with a cache they are positions
 
 
+@pytest.mark.parametrize(("model_type", "options"), [("opt", {"use_cache": False}), ("clip_text_model", {})])
+@torch.no_grad()
+def test_jumps_are_positions_where_the_model_itself_makes_no_masks_of_them(model_type, options):
+    model, jumps = architecture_model(model_type), torch.tensor([[3, 4, 5, 0, 1, 2, 3, 7, 8]])
+    exact = model(token_ids(1, 9), position_ids=jumps, **options)[0]
+    hla.patch_model(model, "window", window_size=64)
+    assert_close(model(token_ids(1, 9), position_ids=jumps, **options)[0], exact)
+
+
 @pytest.mark.parametrize(
     ("edges", "message"),
     [([0, 5], "go up from 0 to the 14 tokens"), ([0, 9, 5, 14], "go up"), ([3, 14], "go up"), ([14], "go up")],

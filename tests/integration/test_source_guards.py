@@ -29,6 +29,10 @@ EXPECTED: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "passes_causal_argument": ([("clip", "CLIPTextModel")], [("clip", "CLIPVisionModel")]),
     "makes_masks": ([("llama", "LlamaModel"), ("gpt2", "GPT2Model")], [("llama", "LlamaAttention")]),
     "makes_causal_masks_only": ([("opt", "OPTDecoder")], [("bert", "BertEncoder")]),
+    "makes_masks_by_positions": (
+        [("llama", "LlamaModel"), ("gpt2", "GPT2Model"), ("gemma3", "Gemma3TextModel")],
+        [("opt", "OPTDecoder"), ("clip", "CLIPTextModel"), ("afmoe", "AfmoeModel"), ("bert", "BertModel")],
+    ),
     "caps_logits": ([("gemma2", "Gemma2Attention")], [("llama", "LlamaAttention")]),
     "passes_sinks": ([("gpt_oss", "GptOssAttention")], [("llama", "LlamaAttention")]),
     "passes_keyword_arguments_on": (
