@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .integration.discovery import longest_input
+from .integration.packing import STATE_LOST, restarting_mixer
 from .integration.positions import first_position, position_limit
 from .utils.formatting import near_matches
 from .utils.options import check_argument
@@ -65,11 +66,14 @@ def read_stream(
     Raises:
         ValueError: A name is unknown, numbers are out of range, the model has no state, or the stream counts beyond a
             learned table of positions.
+        NotImplementedError: A part of the model (Jamba's Mamba) goes on from its state by single tokens only.
     """
     if positions not in POSITIONS:
         near = near_matches(positions, list(POSITIONS))
         raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}.{near}")
     check_argument("chunk_length", chunk_length, int, least=1)
+    if chunk_length > 1 and (mixer := restarting_mixer(model)):
+        raise NotImplementedError(STATE_LOST.format(mixer, chunk_length))
     limit, name = position_limit(model), type(model).__name__
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if positions == "continue":

@@ -10,6 +10,7 @@ from transformers import RobertaForCausalLM
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.streaming import cache_bytes, read_stream, stream_losses
+from tests.architectures.models import architecture_model
 from tests.cases import every_pair
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
@@ -152,3 +153,19 @@ def test_a_model_without_a_head_encodes():
     states = [piece.output.last_hidden_state for piece in read_stream(model.model, tokens, chunk_length=8)]
     with torch.no_grad():
         assert_close(torch.cat(states, 1), model.model(torch.tensor([tokens])).last_hidden_state)
+
+
+@pytest.mark.parametrize("attention", ["hedgehog", None])
+def test_a_mixer_that_begins_anew_is_read_by_single_tokens(attention):
+    """Jamba's Mamba drops its state where several tokens follow it, in Transformers as well."""
+    model, tokens = architecture_model("jamba"), stream(9)
+    if attention is not None:
+        hla.patch_model(model, attention)
+    full = logits(model, torch.tensor([tokens]))
+    assert_close(read(model, tokens, chunk_length=1), full)
+    with pytest.raises(NotImplementedError, match=r"JambaMambaMixer\) goes on from its state by one token only"):
+        read(model, tokens, chunk_length=5)
+    if attention is not None:
+        cache = model(torch.tensor([tokens[:5]]), use_cache=True).past_key_values
+        with pytest.raises(NotImplementedError, match="one token at a time"):
+            logits(model, torch.tensor([tokens[5:]]), past_key_values=cache)

@@ -35,6 +35,10 @@ BOUNDARIES_LOST = (
     "{} does not hand cu_seq_lens_q to its attention, so that packed documents would see each other. Pass padded rows "
     "with an attention_mask."
 )
+STATE_LOST = (
+    "{} goes on from its state by one token only, and {} tokens would begin anew. Pass one token at a time after the "
+    "first call (chunk_length=1 in read_stream, no prefill_chunk_size in generate)."
+)
 #: Method of models (Gemma 4) that cuts masks to the last queries, all as if they were 4D, unless `logits_to_keep` is
 #: None.
 KEEPS_LAST_QUERIES = "_maybe_slice_kv_shared_inputs"
@@ -88,6 +92,8 @@ class ModelContext:
     causal: bool
     #: A part that mixes tokens without attention (see `token_mixer`), or "".
     token_mixer: str
+    #: A part that several tokens after a cache make begin anew (see `restarting_mixer`), or "".
+    restarting_mixer: str
     #: The names of its learned tables of positions.
     position_tables: tuple[str, ...]
     #: The attention implementation of its config before it was patched.
@@ -113,6 +119,12 @@ def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
             if not any(BOUNDARIES in source_guards.forward_source(kind) for kind in map(type, part.modules())):
                 return f"{path} ({type(part).__name__})"
     return ""
+
+
+def restarting_mixer(model: nn.Module) -> str:
+    """Return name and class of a part of a model whose recurrent state goes on by one token only; or ""."""
+    restarting = ((name, type(part)) for name, part in model.named_modules())
+    return next((f"{name} ({cls.__name__})" for name, cls in restarting if source_guards.restarts_its_state(cls)), "")
 
 
 def boundaries_of(kwargs: dict[str, Any], mask: Tensor | None) -> Tensor | None:
@@ -157,6 +169,7 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[
             splits_at_jumps=splits_at_jumps,
             causal=layer.causal,
             token_mixer=mixer,
+            restarting_mixer=restarting_mixer(parent),
             position_tables=tables,
             exact_implementation=implementation,
             attention=tuple(inside),
@@ -233,9 +246,13 @@ def _end_run(module: nn.Module, output: Any) -> None:
 def _check_cache_and_length(
     module: nn.Module, context: ModelContext, inputs: dict[str, Any], tokens: Tensor | None
 ) -> None:
-    """Raise where gradient checkpointing would keep a cache from the layers, or positions end before the input."""
-    cache = self_attention_cache(inputs.values()) if module.training or context.position_tables else None
+    """Raise where gradient checkpointing would keep a cache from the layers, where a part would not go on from it, or
+    positions end before the input."""
+    needed = module.training or context.position_tables or context.restarting_mixer
+    cache = self_attention_cache(inputs.values()) if needed else None
     seen = 0 if cache is None else int(cache.get_seq_length())
+    if seen and context.restarting_mixer and tokens is not None and tokens.shape[1] > 1:
+        raise NotImplementedError(STATE_LOST.format(context.restarting_mixer, tokens.shape[1]))
     if seen and module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
         raise ValueError(
             f"Gradient checkpointing keeps the cache from the layers of {type(module).__name__}, and with it the "

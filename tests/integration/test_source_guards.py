@@ -33,6 +33,10 @@ EXPECTED: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         [("llama", "LlamaModel"), ("gpt2", "GPT2Model"), ("gemma3", "Gemma3TextModel")],
         [("opt", "OPTDecoder"), ("clip", "CLIPTextModel"), ("afmoe", "AfmoeModel"), ("bert", "BertModel")],
     ),
+    "restarts_its_state": (
+        [("jamba", "JambaMambaMixer")],
+        [("falcon_h1", "FalconH1Mixer"), ("qwen3_next", "Qwen3NextGatedDeltaNet"), ("llama", "LlamaAttention")],
+    ),
     "caps_logits": ([("gemma2", "Gemma2Attention")], [("llama", "LlamaAttention")]),
     "passes_sinks": ([("gpt_oss", "GptOssAttention")], [("llama", "LlamaAttention")]),
     "passes_keyword_arguments_on": (
