@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: Tokens that the start of an attention transfer, and of a search for exact heads, is calibrated on.
 CALIBRATION_TOKENS = 8192
 
+#: Tokens that an image or a sound is taken for, in the number of those to calibrate on.
+TOKENS_OF_OTHERS = 256
+
 #: Longest input that a calibration has in mind by default, in tokens.
 CALIBRATION_LENGTH = 8192
 
@@ -166,7 +169,7 @@ def calibrate_untrained(model: PreTrainedModel, batches: Iterable[Batch]) -> Non
         return
     chosen = leading_batches(batches, CALIBRATION_TOKENS)
     if torch.distributed.is_initialized():
-        device = chosen[0]["input_ids"].device
+        device = next(iter(chosen[0].values())).device
         shared = [[{name: tensor.cpu() for name, tensor in batch.items()} for batch in chosen]]
         torch.distributed.broadcast_object_list(shared, 0)
         chosen = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in shared[0]]
@@ -178,7 +181,9 @@ def leading_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
     chosen: list[Batch] = []
     for batch in batches:
         chosen.append(batch)
-        if (tokens := tokens - batch["input_ids"].numel()) <= 0:
+        rows = next(iter(batch.values()))
+        tokens -= batch["input_ids"].numel() if "input_ids" in batch else len(rows) * TOKENS_OF_OTHERS
+        if tokens <= 0:
             break
     return chosen
 

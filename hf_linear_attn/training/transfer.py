@@ -7,6 +7,7 @@ gives the losses of all layers. The exact and the linear form share q, k and v: 
 import itertools
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -417,19 +418,21 @@ class AttentionTransferLoss:
         What the model does not take of the batch, such as labels for a backbone, is left out.
         """
         losses: list[Tensor] = []
+        tokens: list[int] = []  # of the calls, padding included
         inputs = model_inputs(self.backbone, batch)
 
         def observe(call: AttentionCall) -> None:
             # Every step draws other queries in each layer. An evaluation draws the same ones every time.
             seed = (step or 0) * MAX_LAYERS + len(losses)
             training = step is not None
+            tokens.append(call.query.shape[0] * call.query.shape[2])
             with torch.autocast(call.query.device.type, enabled=False):  # half precision is for the model
                 losses.append(layer_loss(call, self.kind, backward=training, seed=seed))
 
         with observe_attention(self.model, observe), torch.no_grad():
             self.backbone(**inputs)
         mask = inputs.get("attention_mask")
-        self.tokens += int(mask.sum()) if mask is not None else int(next(iter(inputs.values())).shape[:2].numel())
+        self.tokens += int(mask.sum()) if mask is not None else tokens[0]
         return torch.stack(losses)
 
 
@@ -481,11 +484,12 @@ def exact_length(model: nn.Module) -> int:
 
 
 def longest_row(batch: Batch) -> int:
-    """Return the tokens of the longest input of a batch."""
+    """Return the tokens of the longest input of a batch; many of images, whose tokens only the model knows."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return int(mask.sum(1).max())
-    return max(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
+    rows = batch.get("input_ids", batch.get("inputs_embeds"))
+    return sys.maxsize if rows is None else int(rows.shape[1])
 
 
 class _Stream(Iterator[Batch]):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ViTConfig, ViTModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
@@ -464,3 +464,13 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         train(model_of("hedgehog", BERT), tmp_path / "state.safetensors", lr=0.5)
     with pytest.raises(ValueError, match="shapes was"):
         train(hla.patch_model(BERT.build(), "hedgehog", layers=[0]), tmp_path / "state.safetensors")
+
+
+@pytest.mark.parametrize("attention", ["hedgehog", "window"])
+def test_images_have_tokens_that_only_the_model_knows(attention: str) -> None:
+    """81 tokens of an image are beyond a window, and no batch has a column for them."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = hla.patch_model(ViTModel(ViTConfig(**sizes, image_size=36, patch_size=4)), attention)
+    result = transfer_attention(model, [{"pixel_values": torch.randn(2, 3, 36, 36)}], steps=2)
+    assert (result.steps, result.tokens) == (2, 2 * 2 * 82)
