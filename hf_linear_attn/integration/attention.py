@@ -99,7 +99,7 @@ def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     if mechanism is None or call.context.runs_exactly:
         return run_exact(call, mechanism)
     _check_call(call, mechanism)
-    if call.module.training and isinstance(mechanism, LinearAttention) and not torch.compiler.is_compiling():
+    if mechanism.training and isinstance(mechanism, LinearAttention) and not torch.compiler.is_compiling():
         _warn_of_adapter(call, mechanism)
     device = call.query.device.type
     # (Where autocast is off already we save the time of entering a context.)

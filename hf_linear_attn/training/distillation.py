@@ -1,19 +1,22 @@
 """Fine-tuning and distillation: losses and groups of parameters for `transformers.Trainer`."""
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.task_data import IGNORED
 from ..integration.context import is_learned
 from ..integration.exact import exact_attention
+from ..mechanisms.base import LinearAttention
 from ..utils.models import evaluation_mode, frozen, mean_pooling
 from ..utils.options import check_options
 from . import losses
@@ -63,6 +66,43 @@ class DistillationConfig(FinetuningConfig):
             raise ValueError("carried_length needs a cache, which gradient_checkpointing excludes. Set one of them.")
 
 
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Context manager of a forward pass that trains without dropout. The model is left in evaluation mode.
+
+    Mechanisms stay in training mode: they have no dropout, and only there do they draw new features. So do the layers
+    whose activations are recomputed, which are not in evaluation mode, but not while they run: some drop activations
+    themselves.
+    """
+    model.eval()
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    functions = {layer: layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing}
+    for layer, function in functions.items():
+        layer.training = True
+        layer._gradient_checkpointing_func = partial(_checkpointed, layer, function)
+    for module in model.modules():
+        if isinstance(module, LinearAttention):
+            module.train()
+    try:
+        yield
+    finally:
+        for layer, function in functions.items():
+            layer._gradient_checkpointing_func = function
+
+
+def _checkpointed(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    """Call a layer such that its activations are recomputed, both times as in evaluation mode."""
+
+    def evaluated(*args: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluated, *args)
+
+
 class FinetuningTrainer(ResumableTrainer):
     """Trains a model, exact or patched, on the loss of its task. Used as `transformers.Trainer`.
 
@@ -107,10 +147,11 @@ class FinetuningTrainer(ResumableTrainer):
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         names = {cls.__name__ for cls in type(base).__mro__}
         self._loss_shifts_labels = not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-        if getattr(base.config, "problem_type", None) == "regression" and base.config.num_labels > 1:
+        problem, count = getattr(base.config, "problem_type", None), base.config.num_labels
+        if problem == "regression" and count > 1:
             raise ValueError(
-                f"problem_type='regression' with {base.config.num_labels} labels: {type(self).__name__} fits one "
-                "number a row. Set num_labels=1."
+                f"problem_type='regression' with {count} labels: {type(self).__name__} fits one number a row. Set "
+                "num_labels=1."
             )
         #: A model without a head learns sentence embeddings.
         has_head = type(base).__name__ not in MODEL_MAPPING_NAMES.values()
@@ -124,18 +165,15 @@ class FinetuningTrainer(ResumableTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of one batch as its share of the loss over all targets of the step (see `Trainer`)."""
-        labels = inputs.get("labels")
-        if labels is None:
-            if self.needs_labels:
-                raise ValueError(f"The batch has no labels: {type(self).__name__} needs them. Add a column 'labels'.")
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        training = torch.is_grad_enabled()
-        if training and self.args.disable_dropout:
-            self.model.eval()
-            for module in self.model.modules():
-                if getattr(module, "gradient_checkpointing", False):
-                    module.training = True  # Activations are recomputed in training mode only.
-        parts, weights, outputs = self.loss_terms(model, inputs, labels)
+        labels, training = inputs.get("labels"), torch.is_grad_enabled()
+        with without_dropout(self.model) if training and self.args.disable_dropout else nullcontext():
+            if labels is None:
+                if self.needs_labels:
+                    raise ValueError(
+                        f"The batch has no labels: {type(self).__name__} needs them. Add a column 'labels'."
+                    )
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            parts, weights, outputs = self.loss_terms(model, inputs, labels)
         targets = losses.count_targets(labels, self._loss_shifts_labels).sum()
         if training and getattr(outputs, "aux_loss", None) is not None:
             parts["router"] = outputs.aux_loss * targets

@@ -349,6 +349,34 @@ def test_dropout_of_the_student_is_off(tmp_path: Path) -> None:
     assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
+def test_dropout_inside_of_layers_is_off_where_activations_are_recomputed(tmp_path: Path) -> None:
+    """OPT drops activations in its layers by themselves, not in modules of their own."""
+    losses = []
+    for dropout in (0.0, 0.5):
+        torch.manual_seed(1)
+        teacher = tiny_model("opt", dropout=dropout)
+        student = hla.patch_model(copy.deepcopy(teacher), "hedgehog")
+        arguments = config(tmp_path, DistillationConfig, max_steps=2, save_strategy="no", activation_checkpointing=True)
+        data: dict[str, Any] = {"train_dataset": Rows(16, targets="tokens"), "data_collator": collate}
+        trainer = DistillationTrainer(student, teacher, arguments, **data)
+        trainer.train()
+        losses.append(logged(trainer))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_features_are_drawn_anew_without_dropout(recomputed: bool, tmp_path: Path) -> None:
+    teacher = classifier(dropout=0.1)
+    student = hla.patch_model(copy.deepcopy(teacher), "favor+", redraw_every=2)
+    weights_before = {name: value for name, value in weights(student).items() if name.endswith("feature_map.weight")}
+    changes = {"max_steps": 3, "save_strategy": "no", "activation_checkpointing": recomputed}
+    arguments = config(tmp_path, DistillationConfig, **changes)
+    DistillationTrainer(student, teacher, arguments, train_dataset=Rows(30), data_collator=collate).train()
+    passes = [int(value) for name, value in student.named_buffers() if name.endswith("passes")]
+    assert passes == [3] * len(weights_before) != []
+    assert not any(torch.equal(weights(student)[name], value) for name, value in weights_before.items())
+
+
 def test_the_teacher_is_restored(tmp_path: Path) -> None:
     """While it is a teacher it is frozen and without dropout; afterwards it can be trained on."""
     teacher = classifier(dropout=0.1).train()
