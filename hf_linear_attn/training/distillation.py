@@ -121,12 +121,12 @@ class FinetuningTrainer(ResumableTrainer):
         kwargs: As of `transformers.Trainer`.
 
     Raises:
-        ValueError: A loss that this trainer does not compute: `label_smoothing_factor`, `compute_loss_func`, or the
-            regression of several numbers.
+        ValueError: A loss that this trainer does not compute: `label_smoothing_factor`, `compute_loss_func`, the
+            regression of several numbers, or `multi_label_classification` with one label.
     """
 
     config_class: type[FinetuningConfig] = FinetuningConfig
-    #: Each loss is divided by the number of targets of all accumulated batches.
+    #: Whether a loss is divided by the number of targets of all accumulated batches. Without labels it is a mean.
     loss_is_scaled_for_ga = True
     #: Whether a batch without labels is an error; otherwise the loss is the model's own.
     needs_labels = False
@@ -153,6 +153,11 @@ class FinetuningTrainer(ResumableTrainer):
                 f"problem_type='regression' with {count} labels: {type(self).__name__} fits one number a row. Set "
                 "num_labels=1."
             )
+        if problem == "multi_label_classification" and count == 1:
+            raise ValueError(
+                f"problem_type='multi_label_classification' with 1 label: {type(self).__name__} takes one output for a "
+                "score. Set num_labels=2 and problem_type='single_label_classification'."
+            )
         #: A model without a head learns sentence embeddings.
         has_head = type(base).__name__ not in MODEL_MAPPING_NAMES.values()
         self._task_loss = losses.task_loss if has_head else losses.embedding_loss
@@ -166,6 +171,7 @@ class FinetuningTrainer(ResumableTrainer):
     ) -> Any:
         """Return the loss of one batch as its share of the loss over all targets of the step (see `Trainer`)."""
         labels, training = inputs.get("labels"), torch.is_grad_enabled()
+        self.loss_is_scaled_for_ga = labels is not None
         with without_dropout(self.model) if training and self.args.disable_dropout else nullcontext():
             if labels is None:
                 if self.needs_labels:
@@ -414,10 +420,12 @@ class DistillationTrainer(FinetuningTrainer):
         return {**inputs, **rest, "past_key_values": cache}
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Return the batches of a step and the number of their targets, of which carried tokens are none."""
-        return super().get_batch_samples(map(self._without_carried, epoch_iterator), num_batches, device)
+        """Return the batches of a step and the number of their targets: embeddings, or tokens that are not carried."""
+        return super().get_batch_samples(map(self._with_targets, epoch_iterator), num_batches, device)
 
-    def _without_carried(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _with_targets(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if self._task_loss is losses.embedding_loss and "labels" in batch:
+            batch["labels"] = torch.zeros(len(batch["labels"]))  # One embedding a row, whatever its labels.
         if self.args.carried_length:
             batch["labels"] = batch["labels"].clone()  # may be the input_ids
             batch["labels"][:, : self.args.carried_length + 1] = IGNORED

@@ -37,15 +37,15 @@ def select_targets(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor,
 
     Args:
         logits: `[B, C]`, or `[B, L, C]` for one label per token.
-        labels: `[B]`, or `[B, L]` with -100 where nothing is to be predicted.
+        labels: `[B]` or `[B, L]`, with -100 where nothing is to be predicted; or numbers, `[B]` or `[B, C]`.
         shift: Whether token i predicts the label of token i + 1, as in causal language models.
 
     Returns:
         Logits `[N, C]` and labels `[N]` of the N targets.
     """
-    if logits.dim() < 3:
+    if logits.dim() < 3 and labels.is_floating_point():
         return logits, labels
-    if shift:
+    if shift and logits.dim() > 2:
         logits, labels = logits[:, :-1], labels[:, 1:]
     selected = labels != IGNORED
     return logits[selected], labels[selected]
@@ -53,8 +53,10 @@ def select_targets(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor,
 
 def count_targets(labels: Tensor, shift: bool) -> Tensor:
     """Return the number of targets of each row of a batch, `[B]`, for labels as in `select_targets`."""
-    if labels.dim() < 2 or labels.is_floating_point():
+    if labels.is_floating_point():
         return torch.ones(labels.shape[0], dtype=torch.long, device=labels.device)
+    if labels.dim() < 2:
+        return (labels != IGNORED).long()
     return ((labels[:, 1:] if shift else labels) != IGNORED).sum(1)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2LMHeadModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.exact import AttentionCall
@@ -29,6 +29,7 @@ from hf_linear_attn.training.losses import (
     select_targets,
     task_loss,
 )
+from hf_linear_attn.utils.models import mean_pooling
 from tests.comparing import assert_close
 from tests.inputs import padded_batch, qkv, token_ids
 from tests.small import mechanism, patched
@@ -438,6 +439,58 @@ def test_several_labels_a_row(accumulated: int, tmp_path: Path) -> None:
     assert logged(trainer)[0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_batches_without_labels_have_the_loss_of_the_model(accumulated: int, tmp_path: Path) -> None:
+    model, rows = tiny_model("bert", AutoModelForQuestionAnswering), Rows(8)
+
+    def spans(some: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = collate([{**row, "input_ids": row["input_ids"][:4]} for row in some])  # a loss over padded positions
+        return {"start_positions": batch.pop("labels"), "end_positions": torch.full((len(some),), 2), **batch}
+
+    with torch.no_grad():
+        expected = float(model(**spans(rows.rows)).loss)
+    steps = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 8 // accumulated}
+    arguments = config(tmp_path, max_steps=1, learning_rate=1e-9, remove_unused_columns=False, **steps)
+    trainer = FinetuningTrainer(model, arguments, train_dataset=rows, data_collator=spans)
+    trainer.train()
+    assert logged(trainer)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_without_a_label_do_not_count(tmp_path: Path) -> None:
+    rows = Rows(8)
+    labelled = rows.rows[:6]
+    for row in rows.rows[6:]:
+        row["labels"] = -100
+    model = classifier()
+    expected = own_loss(model, collate(labelled))
+    assert first_loss(model, rows, tmp_path, learning_rate=1e-9) == pytest.approx(expected, rel=1e-5)
+    evaluation = FinetuningTrainer(model, config(tmp_path), eval_dataset=rows, data_collator=collate).evaluate()
+    assert evaluation["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    student, teacher = torch.randn(2, 8, 2)
+    labels = collate(rows.rows)["labels"]
+    (own, _), (target, _) = (select_targets(logits, labels, shift=False) for logits in (student, teacher))
+    close(logits_loss(own, target, 2.0), divergence_of(lists(student[:6]), lists(teacher[:6]), 2.0))
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_embeddings_are_counted_by_rows_whatever_their_labels(accumulated: int, tmp_path: Path) -> None:
+    teacher = tiny_model("bert")
+    student = hla.patch_model(tiny_model("bert", initializer_range=0.1), "hedgehog")
+    batch = collate(Rows(8).rows)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        pairs = [mean_pooling(one(**inputs).last_hidden_state, inputs["attention_mask"]) for one in (student, teacher)]
+    expected = float((1 - torch.cosine_similarity(*pairs)).mean())
+    changes: dict[str, Any] = {"gradient_accumulation_steps": accumulated}
+    changes |= {"per_device_train_batch_size": 8 // accumulated}
+    changes |= {"max_steps": 1, "learning_rate": 1e-9, "hidden_weight": 0.0, "remove_unused_columns": False}
+    arguments = config(tmp_path, DistillationConfig, **changes)
+    rows = Rows(8, targets="tokens")
+    trainer = DistillationTrainer(student, teacher, arguments, train_dataset=rows, data_collator=collate)
+    trainer.train()
+    assert logged(trainer)[0] == pytest.approx(expected, rel=1e-4)
+
+
 def test_routers_have_a_loss_of_their_own(tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 1.0}
     model = tiny_model("mixtral", AutoModelForCausalLM, num_key_value_heads=2, **experts)
@@ -472,6 +525,8 @@ def test_losses_that_are_not_computed(tmp_path: Path) -> None:
         FinetuningTrainer(classifier(), config(tmp_path), compute_loss_func=lambda *_: None)
     with pytest.raises(ValueError, match="with 3 labels: FinetuningTrainer fits one number a row"):
         FinetuningTrainer(classifier(num_labels=3, problem_type="regression"), config(tmp_path))
+    with pytest.raises(ValueError, match="with 1 label: FinetuningTrainer takes one output for a score"):
+        FinetuningTrainer(classifier(num_labels=1, problem_type="multi_label_classification"), config(tmp_path))
     trainer = DistillationTrainer(classifier(1), classifier(2), config(tmp_path, DistillationConfig))
     batch = batch_of("class")
     with pytest.raises(ValueError, match=r"softmax of several labels a row.*Set logits_weight=0"):
