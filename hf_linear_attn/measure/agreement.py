@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
 from ..utils.options import check_argument
 from ..utils.progress import OnBatch, report_nothing
 from .recall import generate_greedily, wilson_interval
-
-if TYPE_CHECKING:
-    import pandas
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,7 +23,7 @@ class Agreement:
             (the share of positions with the same token), `same` (whether all are).
     """
 
-    table: pandas.DataFrame
+    table: pd.DataFrame
 
     def summary(self) -> dict[str, float]:
         """Return the means of `common`, `equal` and `same`, and `low` and `high`, the 95 % interval of `same`."""
@@ -62,8 +60,6 @@ def measure_agreement(
     Raises:
         ValueError: There is no prompt, or one is empty; or new_tokens is not positive.
     """
-    import pandas as pd
-
     if not prompts or not all(len(ids) for ids in prompts):
         raise ValueError("prompts: give one prompt or more, of one token or more each.")
     check_argument("new_tokens", new_tokens, int, least=1)

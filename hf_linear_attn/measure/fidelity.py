@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, kl_div
@@ -18,9 +18,6 @@ from ..integration.exact import AttentionCall, observe_attention
 from ..patching import patch_report
 from ..utils.models import Batch, evaluation_mode, model_inputs
 from .values import Values, value
-
-if TYPE_CHECKING:
-    import pandas
 
 
 @dataclass(frozen=True)
@@ -68,16 +65,14 @@ class Fidelity:
                     rows.append(value("kl", layer.kl[head], unit="nats", layer=layer.index, head=head))
         return rows
 
-    def table(self) -> pandas.DataFrame:
+    def table(self) -> pd.DataFrame:
         """Return a row for each layer and one for all of them: means over heads."""
-        import pandas
-
         rows = {
             f"{layer.index} {layer.name}": (layer.attention, layer.kl and fmean(layer.kl), fmean(layer.output_error))
             for layer in self.layers
         }
         rows["mean"] = ("", self.kl, self.output_error)
-        frame = pandas.DataFrame.from_dict(rows, orient="index", columns=["attention", "KL, nats", "output error"])
+        frame = pd.DataFrame.from_dict(rows, orient="index", columns=["attention", "KL, nats", "output error"])
         return frame.rename_axis("layer")
 
     def __repr__(self) -> str:

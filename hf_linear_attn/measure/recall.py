@@ -12,8 +12,9 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -26,9 +27,6 @@ from ..utils.options import check_argument
 from ..utils.progress import OnBatch, report_nothing
 from .quality import Score, sentence_embeddings
 from .values import Metric, Values, value
-
-if TYPE_CHECKING:
-    import pandas
 
 #: What an evaluation measures of decoders: a key in noise, one of four keys in prose, pairs of tokens.
 METRIC_TASKS = ("niah_single_1", "niah_multikey_1", "mqar")
@@ -69,10 +67,10 @@ class Recall:
         prompts: What identifies the prompts.
     """
 
-    table: pandas.DataFrame
+    table: pd.DataFrame
     prompts: str = ""
 
-    def summary(self, by: Sequence[str] = ("task", "length")) -> pandas.DataFrame:
+    def summary(self, by: Sequence[str] = ("task", "length")) -> pd.DataFrame:
         """Return a row for each task and length: `prompts`, the mean `score`, and `low` and `high`, its 95 % interval.
 
         Args:
@@ -83,7 +81,7 @@ class Recall:
         rows = rows.set_axis(["prompts", "score"], axis=1)
         return rows.assign(low=[low for low, _ in bounds], high=[high for _, high in bounds])
 
-    def against(self, other: Recall) -> pandas.DataFrame:
+    def against(self, other: Recall) -> pd.DataFrame:
         """Return, by task and length, the prompts with the better score (`wins`), as good (`ties`), worse (`losses`).
 
         Raises:
@@ -96,7 +94,7 @@ class Recall:
         rows = self.table[["task", "length"]].assign(wins=difference > 0, ties=difference == 0, losses=difference < 0)
         return rows.groupby(["task", "length"], sort=False).sum()
 
-    def _text(self) -> pandas.DataFrame:
+    def _text(self) -> pd.DataFrame:
         summary = self.summary()
         cells = [f"{row.score:.2f} [{row.low:.2f}, {row.high:.2f}]" for row in summary.itertuples()]
         return summary.assign(cells=cells)["cells"].unstack(sort=False).fillna("–")
@@ -152,8 +150,6 @@ def measure_recall(
         ValueError: An unknown task, numbers out of range, a length without room for the question or beyond a table of
             positions, or too few tokens in the vocabulary.
     """
-    import pandas as pd
-
     decoder = bool(getattr(model, "can_generate", lambda: False)())
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder: give a decoder or an encoder.")

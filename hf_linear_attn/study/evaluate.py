@@ -74,10 +74,9 @@ def evaluate(
 
     Raises:
         ValueError, TypeError, OSError: Options, a model or data that cannot be used. Nothing has been measured then.
-        ImportError: pandas is missing; with a task or STS-B, a package of the extra `train`.
+        ImportError: With a task or STS-B, a package of the extra `train` is missing.
     """
     start = time.perf_counter()
-    require_packages("pandas", extra="demo", purpose="evaluate")
     progress, text = progress or Progress(), None
     if data is not None and not isinstance(data, (str, Path, EvaluationData)):
         data, text = None, text_of(list(data), "the given documents")
@@ -123,7 +122,7 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
 
     It raises as `evaluate` does, and an ImportError where a package of the extra `demo` is missing.
     """
-    require_packages("pandas", "matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
+    require_packages("matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
     if config.model is None:
         raise ValueError("No model: give a local folder or a repository on the Hub.")
     with ConsoleProgress(console) as screen:

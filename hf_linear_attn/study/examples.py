@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
@@ -19,9 +19,6 @@ from ..utils.formatting import format_seconds
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
 from .prepare import ExactModel
-
-if TYPE_CHECKING:
-    import pandas
 
 #: What somebody may look for in the documentation of Python's standard library.
 QUERIES = (
@@ -43,7 +40,7 @@ LONG = 8192
 Models = Mapping[str, PreTrainedModel]
 
 
-def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dict[str, pandas.DataFrame]:
+def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Return tables of examples by their titles, of the exact model and converted ones; documents are searched in."""
     if exact.kind == "decoder":
         return {f"A text continued: “{PROMPT} …”": continued_text(models, exact.tokenizer)}
@@ -66,10 +63,8 @@ def extended(model: PreTrainedModel, length: int) -> PreTrainedModel:
     return extend_positions(shared_copy(model), length)
 
 
-def search(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
+def search(models: Models, tokenizer: object, documents: Sequence[str]) -> pd.DataFrame:
     """Return the documents that each model finds for `QUERIES`, by their first lines, a column for each model."""
-    import pandas
-
     documents = sorted(documents, key=len, reverse=True)[:DOCUMENTS]
     titles = [document.strip().splitlines()[0][:60] for document in documents]
     whole, queries = (
@@ -77,8 +72,8 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
         for texts in (documents, QUERIES)
     )
     ranks = range(1, min(HITS, len(titles)) + 1)
-    index = pandas.Index([f"{query} ({rank})" for query in QUERIES for rank in ranks], name="query (rank)")
-    table = pandas.DataFrame(index=index)
+    index = pd.Index([f"{query} ({rank})" for query in QUERIES for rank in ranks], name="query (rank)")
+    table = pd.DataFrame(index=index)
     for label, model in models.items():
         start = time.perf_counter()
         documents_embedded = normalize(sentence_embeddings(model, whole), dim=-1)
@@ -89,10 +84,8 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
     return table
 
 
-def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
+def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -> pd.DataFrame:
     """Return how alike the models embed a long document, and the time that each needs."""
-    import pandas
-
     first = next(iter(models.values()))
     length = min(longest_input(first) or LONG, LONG)
     batch = padded_batches(packed_rows(tokenizer, ["\n\n".join(documents)], length)[:1], 1, 0)
@@ -103,16 +96,14 @@ def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -
     cosines = [f"{float((embedding * embeddings[baseline]).sum()):.3f}" for embedding in embeddings.values()]
     times = [format_seconds(timings[label].median) for label in embeddings]
     speedups = [f"{timings[label].speedup:.2f}×" for label in embeddings]
-    tokens = pandas.Index(embeddings, name=f"{batch[0]['input_ids'].shape[1]:,} tokens")
+    tokens = pd.Index(embeddings, name=f"{batch[0]['input_ids'].shape[1]:,} tokens")
     columns = {"time": times, "times as fast": speedups, "cosine with the exact embedding": cosines}
-    return pandas.DataFrame(columns, index=tokens)
+    return pd.DataFrame(columns, index=tokens)
 
 
 @torch.no_grad()
-def continued_text(models: Models, tokenizer: object) -> pandas.DataFrame:
+def continued_text(models: Models, tokenizer: object) -> pd.DataFrame:
     """Return how each decoder goes on after `PROMPT`, greedily."""
-    import pandas
-
     ids = torch.tensor([encode_text(tokenizer, PROMPT)])
     options = {"max_new_tokens": CONTINUATION, "do_sample": False, "pad_token_id": pad_token(tokenizer)}
     texts = {}
@@ -120,4 +111,4 @@ def continued_text(models: Models, tokenizer: object) -> pandas.DataFrame:
         own = ids.to(model.device)
         output = model.generate(own, attention_mask=torch.ones_like(own), **options)  # type: ignore[operator]
         texts[label] = " ".join(tokenizer.decode(output[0, ids.shape[1] :]).split())  # type: ignore[attr-defined]
-    return pandas.DataFrame({"continued by": texts.keys(), "text": texts.values()}).set_index("continued by")
+    return pd.DataFrame({"continued by": texts.keys(), "text": texts.values()}).set_index("continued by")

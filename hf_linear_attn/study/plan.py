@@ -10,6 +10,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -94,7 +95,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
     """
     config = make_config(PlanConfig, config, options)
     started = time.perf_counter()
-    require_packages("jinja2", "matplotlib", "pandas", extra="demo", purpose="A plan's report")
+    require_packages("jinja2", "matplotlib", extra="demo", purpose="A plan's report")
     budget, where = Budget.parse(config.budget), {"overwrite": config.overwrite, "resume": config.resume}
     check_mechanism(config.attention)
     check_study(config.output, **where)
@@ -216,8 +217,6 @@ def train_patched(study: Study, one: PlannedModel) -> dict[str, Any]:
 
 def choose_heads(study: Study, one: PlannedModel, config: PlanConfig) -> list[ExactHeads]:
     """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`), once."""
-    import pandas as pd
-
     study.progress.status("the choice of exact heads", 0, 1)
 
     def rank() -> Values:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from ..measure.speed import NOT_MEASURABLE
 from ..mechanisms.softmax import EXACT
@@ -18,9 +20,6 @@ from ..utils.timing import crossover
 from .budgets import DAMAGE_UNITS, Budget, DamageUnit
 from .prepare import inputs_text
 from .report import STYLE, new_figure, page_template, png
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 #: Files of a plan.
 PLAN, REPORT, PAGE, PLOT = "plan.json", "plan-report.json", "report.html", "curve.png"
@@ -139,8 +138,6 @@ class PlanResult:
     @property
     def table(self) -> pd.DataFrame:
         """One row for each model, with the speedup at each length."""
-        import pandas as pd
-
         left_out = ("layers", "exact_heads", "chance", "unsure")
         rows = [{name: item for name, item in asdict(one).items() if name not in left_out} for one in self.curve]
         frame = pd.json_normalize(rows, sep="_at_").rename(columns={"count": "converted", "added": "added_layer"})
@@ -148,8 +145,6 @@ class PlanResult:
 
     def formatted_table(self) -> pd.DataFrame:
         """Return `table` as text; a star marks the chosen row."""
-        import pandas as pd
-
         rows = {}
         for one in self.curve:
             rows[f"{one.count} of {self.total}{' ★' if self._is_plan(one) else ''}"] = {
@@ -162,8 +157,6 @@ class PlanResult:
 
     def formatted_single_layers(self) -> pd.DataFrame:
         """Return `single_layers` as text."""
-        import pandas as pd
-
         rows = {one.added: self._quality_cells(one) for one in self.single_layers}
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("layer")
 

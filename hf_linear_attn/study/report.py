@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from ..measure.speed import DECODING, FORMATS, FORWARD, NOT_MEASURABLE, PREFILL, TRAINING
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write
@@ -19,8 +21,6 @@ from .prepare import inputs_text
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
-    import pandas
-
     from .results import Evaluation
 
 PAGE, MARKDOWN = "report.html", "report.md"
@@ -170,7 +170,7 @@ def lead(evaluation: Evaluation) -> str:
     return f"{model['class']}, {size}. Measured on {created} on {machine}{quick}."
 
 
-def speed_tables(evaluation: Evaluation) -> dict[str, pandas.DataFrame]:
+def speed_tables(evaluation: Evaluation) -> dict[str, pd.DataFrame]:
     """Return a table for each measurement: values by length as text, times with their speedup."""
     rows = evaluation.table[evaluation.table["measurement"].isin(list(TITLES))]
     rows = rows[(rows["batch_size"] > 1) == (rows["metric"] == "tokens_per_second")].dropna(subset="value")

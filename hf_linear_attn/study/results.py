@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from ..measure.quality import Assessment, Score, assess
 from ..measure.speed import DECODING, FORMATS, FORWARD, NOT_MEASURABLE, TRAINING
@@ -20,9 +22,6 @@ from ..utils.formatting import fixed
 from ..utils.timing import EQUAL, FASTER, Crossover, crossover, is_measurable
 from .study import RECORDS_FILE, Records
 from .variants import EXACT_LABEL, LINEAR_STATES, STATES, WITHOUT_ATTENTION
-
-if TYPE_CHECKING:
-    import pandas
 
 #: What the report needs besides the records, and the tidy table for other programs.
 EVALUATION_FILE, TABLE_FILE = "evaluation.json", "records.csv"
@@ -127,7 +126,7 @@ class Evaluation:
         records: The records of this evaluation, and perhaps of others in the same folder.
     """
 
-    table: pandas.DataFrame
+    table: pd.DataFrame
     info: dict[str, Any] = field(default_factory=dict)
     records: Records | None = None
 
@@ -153,13 +152,13 @@ class Evaluation:
         return [label for label, state in self.states.items() if state in LINEAR_STATES]
 
     @cached_property
-    def _parts(self) -> dict[tuple[str, str], pandas.DataFrame]:
+    def _parts(self) -> dict[tuple[str, str], pd.DataFrame]:
         """The rows of each measurement and metric; `before` marks those before an attention transfer."""
         transferred = self.table.loc[self.table["state"] == "transferred", "label"]
         before = (self.table["state"] == "untrained") & self.table["label"].isin(transferred)
         return dict(iter(self.table.assign(before=before).groupby(["measurement", "metric"])))
 
-    def select(self, measurement: str, metric: str, **columns: Any) -> pandas.DataFrame:
+    def select(self, measurement: str, metric: str, **columns: Any) -> pd.DataFrame:
         """Return the rows of a metric with these columns."""
         rows = self._parts.get((measurement, metric), self.table.iloc[:0].assign(before=False))
         for name, expected in columns.items():
@@ -186,7 +185,7 @@ class Evaluation:
         spread = stdev(values) if len(values) > 1 else None
         return Quality(fmean(values), spread, None if math.isnan(stderr) else float(stderr), values)
 
-    def _score_rows(self, score: Score, label: str, **columns: Any) -> pandas.DataFrame:
+    def _score_rows(self, score: Score, label: str, **columns: Any) -> pd.DataFrame:
         """The values of a score by seed or checkpoint, those that are no number among them."""
         rows = self.select(score.measurement, score.metric, task=score.task, label=label, **columns)
         return rows[rows["layer"].isna()]
@@ -216,7 +215,7 @@ class Evaluation:
         rows = self._timings(label, measurement, length=length)
         return not len(rows) or is_measurable(rows["speedup_p20"].iloc[-1], rows["speedup_p80"].iloc[-1])
 
-    def _timings(self, label: str, measurement: str = FORWARD, **columns: Any) -> pandas.DataFrame:
+    def _timings(self, label: str, measurement: str = FORWARD, **columns: Any) -> pd.DataFrame:
         return self.select(measurement, "seconds", label=label, batch_size=1, **columns).dropna(subset="speedup")
 
     def crossover(self, label: str) -> Crossover | None:
@@ -262,12 +261,10 @@ class Evaluation:
         known = [share for share in shares if share is not None]
         return fmean(known) if 2 <= len(known) == len(comparisons) else None
 
-    def examples(self) -> dict[str, pandas.DataFrame]:
+    def examples(self) -> dict[str, pd.DataFrame]:
         """Return tables for a person to read, by their titles: what the exact and the converted models do."""
-        import pandas
-
         tables = self.info.get("examples", {})
-        return {title: pandas.DataFrame(one).set_index(next(iter(one))) for title, one in tables.items()}
+        return {title: pd.DataFrame(one).set_index(next(iter(one))) for title, one in tables.items()}
 
     def conclusions(self) -> list[Conclusion]:
         """Return one sentence per mechanism: its speed at the user's length, and what it keeps of the quality."""
@@ -323,14 +320,14 @@ class Evaluation:
         """Return the line that belongs to everything beyond the model's positions; empty where there is nothing."""
         return next((note for note in self.info["notes"] if note.startswith("†")), "")
 
-    def summary(self) -> pandas.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Return the table that a report starts with: one row per mechanism, values as text.
 
         `±` is the standard deviation over seeds. Speeds are times as fast as the exact model, whose row has times.
         """
         return _frame({label: self._summary_row(label) for label in self.labels})
 
-    def quality_table(self) -> pandas.DataFrame:
+    def quality_table(self) -> pd.DataFrame:
         """Return all scores of the mechanisms, `a → b` before and after attention transfer, and their fidelity."""
         return _frame({label: self._quality_row(label) for label in self.mechanisms})
 
@@ -411,10 +408,8 @@ class Evaluation:
         return self.summary().to_html()
 
 
-def _frame(rows: dict[str, dict[str, str]]) -> pandas.DataFrame:
-    import pandas
-
-    frame = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("attention")
+def _frame(rows: dict[str, dict[str, str]]) -> pd.DataFrame:
+    frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("attention")
     return frame.loc[:, (frame != "–").any()]
 
 

@@ -17,8 +17,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -27,9 +28,6 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_write, check_output, open_output
 from ..utils.json_lines import JsonLinesFile
 from ..utils.progress import Progress
-
-if TYPE_CHECKING:
-    import pandas
 
 RECORDS_VERSION = 2
 
@@ -205,13 +203,11 @@ class Records:
         for records in self._records.values():
             records.sort(key=lambda record: record.time)  # files may have been concatenated by hand
 
-    def to_frame(self, labels: Mapping[str, str] | None = None) -> pandas.DataFrame:
+    def to_frame(self, labels: Mapping[str, str] | None = None) -> pd.DataFrame:
         """Return a tidy table: one row per value of the newest record of each conditions, with these conditions.
 
         With `labels` (id -> label, such as `used`), it has these records only, with these labels.
         """
-        import pandas
-
         rows: list[dict[str, Any]] = []
         for record in (records[-1] for records in self._records.values()):
             if labels is None or record.id in labels:
@@ -219,7 +215,7 @@ class Records:
                 known["label"] = record.label if labels is None else labels[record.id]
                 common = {name: known.get(name) for name in CONDITION_COLUMNS}
                 rows += [{**common, **value} for value in record.values]
-        frame = pandas.DataFrame(rows)
+        frame = pd.DataFrame(rows)
         return frame.reindex(columns=[*COLUMNS, *frame.columns.difference(COLUMNS, sort=False)])
 
 

@@ -6,8 +6,9 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,9 +24,6 @@ from ..mechanisms.window import WindowAttention, is_closed
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
 from .losses import query_block, query_ranges
 from .sharding import is_sharded
-
-if TYPE_CHECKING:
-    import pandas
 
 #: Tokens that the start of an attention transfer, and of a search for exact heads, is calibrated on.
 CALIBRATION_TOKENS = 8192
@@ -70,7 +68,7 @@ class Calibration:
             attention outside of the exact part of the mechanism, in `exact` attention and as `calibrated`.
     """
 
-    table: pandas.DataFrame
+    table: pd.DataFrame
 
     def within(self, factor: float = 2.0) -> float:
         """Return the share of heads whose attention outside is within a factor of that of exact attention."""
@@ -122,8 +120,6 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
         TypeError: `model` is no `PreTrainedModel`, `batches` is one batch alone, or `max_length` is no integer.
         ValueError: The model is not patched, there are no batches, or `max_length` is not positive.
     """
-    import pandas as pd
-
     check_patched(model)
     refuse_single_batch(batches)
     rows = list(batches)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -28,9 +29,6 @@ from ..utils.options import check_argument
 from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
 from .losses import model_losses
 from .transfer import exact_length, longest_row
-
-if TYPE_CHECKING:
-    import pandas
 
 #: Share of the exact heads that a probe of recall chooses in a decoder; text chooses the others. SmolLM2-135M, 18 of 90
 #: heads exact, `window` of 384: untrained, perplexity at 2,048 tokens is 5.5 % behind exact attention with all heads by
@@ -60,12 +58,12 @@ class ExactHeads:
         attention: The mechanism of the other heads, with its options.
     """
 
-    table: pandas.DataFrame
+    table: pd.DataFrame
     heads: dict[int, tuple[int, ...]]
     attention: Mapping[str, Any]
 
     @classmethod
-    def first_rows(cls, table: pandas.DataFrame, count: int, attention: Mapping[str, Any] | None = None) -> ExactHeads:
+    def first_rows(cls, table: pd.DataFrame, count: int, attention: Mapping[str, Any] | None = None) -> ExactHeads:
         """Return the choice of the first `count` rows of a table; the attention is `DEFAULT_ATTENTION` by default."""
         table = table.drop(columns="chosen", errors="ignore").reset_index(drop=True)
         table["chosen"] = table.index < count
@@ -82,8 +80,6 @@ class ExactHeads:
         Raises:
             ValueError: The share is out of range.
         """
-        import pandas as pd
-
         if not 0 <= share <= 1 or not 0 <= retrieval_share <= 1:
             raise ValueError(f"share and retrieval_share must lie in 0 to 1, got {share} and {retrieval_share}.")
         table, first = self.table, 0
@@ -112,10 +108,8 @@ class ExactHeads:
         }
         return {"default": default if isinstance(default, str) else dict(default), **layers}
 
-    def summary(self) -> pandas.DataFrame:
+    def summary(self) -> pd.DataFrame:
         """Return a row for each layer: its exact heads, and how many heads it has."""
-        import pandas as pd
-
         sizes = self.table.groupby("layer").size().sort_index()
         exact = [", ".join(map(str, self.heads.get(layer, ()))) or "–" for layer in sizes.index]
         return pd.DataFrame({"exact heads": exact, "of": sizes.to_list()}, index=sizes.index)
@@ -337,14 +331,12 @@ def _check(model: PreTrainedModel, share: float) -> None:
         raise ValueError(f"share must lie in 0 to 1, got {share}.")
 
 
-def heads_table(values: Mapping[int, Tensor], column: str) -> pandas.DataFrame:
+def heads_table(values: Mapping[int, Tensor], column: str) -> pd.DataFrame:
     """Return a row for each head from the values `[G]` of each layer."""
-    import pandas as pd
-
     rows = [(layer, head, value) for layer, row in values.items() for head, value in enumerate(row.tolist())]
     return pd.DataFrame(rows, columns=["layer", "head", column])
 
 
-def _heads_by_layer(rows: pandas.DataFrame) -> dict[int, tuple[int, ...]]:
+def _heads_by_layer(rows: pd.DataFrame) -> dict[int, tuple[int, ...]]:
     """Return the heads of each layer in the rows of a table."""
     return {int(layer): tuple(sorted(map(int, heads))) for layer, heads in rows.groupby("layer")["head"]}

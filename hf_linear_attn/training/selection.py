@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,10 +21,6 @@ from ..mechanisms.head_mixture import linear_mechanism
 from ..mechanisms.window import CLOSED_MIX, WindowAttention, is_closed
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
 from .losses import model_losses
-
-if TYPE_CHECKING:
-    import pandas
-
 
 #: Columns of the table of `LinearParts`.
 COLUMNS = ["layer", "worth", "stderr", "kept"]
@@ -39,7 +36,7 @@ class LinearParts:
         loss: The loss with all parts open, with all closed, and with those that are `kept`.
     """
 
-    table: pandas.DataFrame
+    table: pd.DataFrame
     loss: Mapping[str, float]
 
     @property
@@ -81,8 +78,6 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
         ValueError: The model is not patched, there are no batches, or the loss is NaN or infinite with all parts
             closed.
     """
-    import pandas as pd
-
     check_patched(model)
     refuse_single_batch(batches)
     inputs = [model_inputs(model, batch) for batch in batches]
