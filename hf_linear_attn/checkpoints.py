@@ -16,8 +16,8 @@ from .integration.model_class import linear_attention_class, transformers_class
 from .integration.models import all_configs
 from .integration.positions import EXTENDED_FROM, position_limit
 from .utils.files import atomic_folder, check_output
-from .utils.gguf import split_source
-from .utils.models import hidden_progress_bars
+from .utils.gguf import dequantized, split_source
+from .utils.models import hidden_progress_bars, quiet_transformers
 from .utils.sources import loading_errors
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -76,6 +76,22 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
     cls = _model_class(path_or_repo, config, auto_class)
     # The class reads its config again, because it applies settings among the kwargs (num_labels=, …) to it.
     return linear_attention_class(cls).from_pretrained(path_or_repo, **kwargs)  # type: ignore[attr-defined]
+
+
+def load_checkpoint(source: str, auto_class: Any, **kwargs: Any) -> tuple[PreTrainedModel, list[str]]:
+    """Load a checkpoint, patched or not, of any source that `split_source` knows, while Transformers is quiet.
+
+    Returns the model, and the sorted names of its parameters that the checkpoint lacks, such as those of a new head. It
+    raises as `load_pretrained` for a patched checkpoint, and else an OSError.
+    """
+    name, gguf_file = split_source(source)
+    config = kwargs.get("config") or read_config(source, kwargs.get("revision"))
+    if getattr(config, CONFIG_FIELD, None) is not None:
+        with quiet_transformers():
+            return load_pretrained(name, auto_class, **kwargs), []
+    with loading_errors(f"The model {source!r}"), quiet_transformers():
+        model, info = auto_class.from_pretrained(name, output_loading_info=True, **gguf_file, **kwargs)
+    return dequantized(model), sorted(info["missing_keys"])
 
 
 def _model_class(path: str, config: Any, auto_class: Any) -> type:

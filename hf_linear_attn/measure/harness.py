@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..checkpoints import load_pretrained
-from ..patching import CONFIG_FIELD
+from ..checkpoints import load_checkpoint
 from ..utils.extras import require_packages
 
 
@@ -27,10 +26,7 @@ def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_
 
     if isinstance(model, str):
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        patched = getattr(config, CONFIG_FIELD, None) is not None
-        auto_class = AutoModelForCausalLM
-        model = load_pretrained(model, auto_class) if patched else auto_class.from_pretrained(model)
+        model, _ = load_checkpoint(model, AutoModelForCausalLM)
     if tokenizer is None or tokenizer.eos_token_id is None:
         remedy = "give it with the model, and set its eos_token."
         raise ValueError(f"lm_eval needs a tokenizer with an end-of-sequence token: {remedy}")

@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ..checkpoints import load_pretrained, read_config, read_tokenizer
+from ..checkpoints import load_checkpoint, read_config, read_tokenizer
 from ..data.config import DataConfig
 from ..data.files import TEXT_FORMATS, file_suffix
 from ..data.task_data import AUTO_CLASSES, KINDS, load_task_data, read_documents
@@ -55,8 +55,7 @@ from ..ops.native.backend import unavailable_reason
 from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
-from ..utils.gguf import dequantized, split_source
-from ..utils.models import Batch, quiet_transformers, shared_copy, torch_device
+from ..utils.models import Batch, shared_copy, torch_device
 from ..utils.options import OptionError, default_of
 from ..utils.sources import loading_errors
 from .options import PYTHON_DOCUMENTATION, EvaluateConfig, ResolvedOptions, resolve_options
@@ -223,16 +222,13 @@ def load_exact(source: Any, kind: str, device: torch.device, *, task: str = "") 
         return shared_copy(source)  # whose mode may change
     auto_class = getattr(transformers, MODEL_CLASSES[kind])
     precision = {"dtype": torch.float32} if kind == "classifier" else {}
-    with loading_errors(f"The model {source!r}"), quiet_transformers():
-        folder, gguf_file = split_source(source)
-        model, info = auto_class.from_pretrained(folder, output_loading_info=True, **precision, **gguf_file)
-    missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
-    if missing:
+    model, lacking = load_checkpoint(source, auto_class, **precision)
+    if missing := [name for name in lacking if "pooler" not in name]:
         remedy = "Give a complete checkpoint"
         if kind == "classifier" and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
             remedy = f"It has no head for the task {task!r}: run `hf-linear-attn finetune {source} --data.task {task}`"
         raise ValueError(f"{source!r} lacks weights ({missing[0]}, …). {remedy}.")
-    check_exact(dequantized(model), source, kind)
+    check_exact(model, source, kind)
     return model.eval().to(device)
 
 
@@ -298,9 +294,7 @@ class CheckpointGroup:
 
     def load(self, folder: str, kind: str, device: torch.device) -> PreTrainedModel:
         """Read the weights of one of the checkpoints."""
-        auto_class = getattr(transformers, MODEL_CLASSES[kind])
-        with quiet_transformers():
-            model = load_pretrained(folder, auto_class) if self.layers else auto_class.from_pretrained(folder)
+        model, _ = load_checkpoint(folder, getattr(transformers, MODEL_CLASSES[kind]))
         return model.eval().to(device)
 
 

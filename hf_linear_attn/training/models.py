@@ -13,17 +13,16 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
 
-from ..checkpoints import _model_class, load_pretrained, optional_file, read_config, read_tokenizer
+from ..checkpoints import _model_class, load_checkpoint, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
 from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
 from ..integration.model_class import linear_attention_class
 from ..integration.positions import extend_positions, position_limit
-from ..patching import CONFIG_FIELD, patch_model
+from ..patching import patch_model
 from ..utils.extras import require_packages
-from ..utils.gguf import dequantized, split_source
-from ..utils.models import quiet_transformers
+from ..utils.gguf import split_source
 from .options import DistillConfig, TrainingRunConfig
 
 
@@ -83,15 +82,10 @@ def load_model(config: TrainingRunConfig, data: TaskData, path: str | None = Non
     model_config = _model_config(config, changes)
     if config.from_config or config.model_type is not None:
         return _checked(auto.from_config(model_config), data, config), []
-    name, gguf_file = split_source(str(config.model))
+    name, _ = split_source(str(config.model))
     data.check_labels(read_config(str(config.model), config.revision), repr(name))
-    arguments = {**gguf_file, "revision": config.revision or "main", "dtype": torch.float32, "config": model_config}
-    with quiet_transformers():
-        if getattr(model_config, CONFIG_FIELD, None) is not None:
-            return _checked(load_pretrained(name, auto, **arguments), data, config), []
-        model, info = auto.from_pretrained(name, output_loading_info=True, **arguments)
-    model = dequantized(model)
-    missing = sorted(info["missing_keys"])
+    arguments = {"revision": config.revision or "main", "dtype": torch.float32, "config": model_config}
+    model, missing = load_checkpoint(str(config.model), auto, **arguments)
     body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
     if data.task_type == "embedding":  # a model without a head; poolers are not used
         _check_pooling(optional_file(name, "1_Pooling/config.json", config.revision))
