@@ -19,7 +19,7 @@ from ..checkpoints import save_checkpoint
 from ..data.task_data import read_documents
 from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
-from ..measure.quality import Assessment, Score, assess
+from ..measure.quality import Assessment, assess
 from ..measure.speed import FORWARD, fill_cache, measure_passes, possible_lengths, timing_options
 from ..measure.values import Values, value
 from ..mechanisms.head_mixture import HeadMixture
@@ -36,12 +36,11 @@ from ..utils.models import shared_copy
 from ..utils.options import OptionError, make_config
 from ..utils.progress import ConsoleProgress
 from ..utils.timing import is_measurable
-from .budgets import MODEL_KINDS, Budget, DamageUnit
+from .budgets import MODEL_KINDS, Budget
 from .options import EvaluateConfig, PlanConfig, ResolvedOptions
 from .plan_result import PAGE, PLAN, PLOT, REPORT, Candidate, PlanResult, write_plan
 from .prepare import (
     ExactModel,
-    Measurement,
     PreparedModel,
     check_fits,
     check_mechanism,
@@ -265,7 +264,6 @@ def mechanisms_of(patched: PreTrainedModel) -> dict[str, dict[str, Any]]:
     }
 
 
-@dataclass(frozen=True)
 class LayerSearch:
     """The search for what to convert under a budget of quality (the most) or of speed or cache (the least).
 
@@ -274,12 +272,20 @@ class LayerSearch:
     chosen one is verified on other data. A model that scores better than the exact one although it diverges largely is
     never within a budget of quality; and none is unless the exact model is clearly better than the floor (see
     `quality.assess`).
+
+    Args:
+        study: Where everything is measured once.
+        planned: The model, with its data.
+        budget: What the choice has to keep to.
+        heads: Choices of exact heads, the most first, of a search over heads.
     """
 
-    study: Study  # where everything is measured once
-    planned: PlannedModel
-    budget: Budget
-    heads: Sequence[ExactHeads] = ()  # choices of exact heads, the most first, of a search over heads
+    def __init__(self, study: Study, planned: PlannedModel, budget: Budget, heads: Sequence[ExactHeads] = ()) -> None:
+        self.study, self.planned, self.budget, self.heads = study, planned, budget, heads
+        self.measurements = dict(zip(HALVES, planned.inputs.measurements, strict=True))
+        self.mechanisms = mechanisms_of(planned.patched)
+        self.score = planned.scores[0]
+        self.unit = budget.unit_for(planned.exact.kind)
 
     def run(self) -> PlanResult:
         """Measure, choose and verify."""
@@ -328,26 +334,6 @@ class LayerSearch:
             references=references,
             positions_note=self.planned.positions_note,
         )
-
-    @cached_property
-    def measurements(self) -> dict[str, Measurement]:
-        """The measurements of quality, on the data of the choice and of the verification."""
-        return dict(zip(HALVES, self.planned.inputs.measurements, strict=True))
-
-    @cached_property
-    def mechanisms(self) -> dict[str, dict[str, Any]]:
-        """The mechanism of each linear layer, with its options, by the layer's index."""
-        return mechanisms_of(self.planned.patched)
-
-    @cached_property
-    def score(self) -> Score:
-        """The score of the measurements."""
-        return self.planned.scores[0]
-
-    @cached_property
-    def unit(self) -> DamageUnit:
-        """The unit of damages."""
-        return self.budget.unit_for(self.planned.exact.kind)
 
     @cached_property
     def reference_values(self) -> dict[str, dict[str, Any]]:
