@@ -49,7 +49,7 @@ CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
 #: Most digits of a metric.
 MAX_DIGITS = 6
 #: Options of this run that say nothing of its result.
-LOCAL_OPTIONS = ("output", "resume", "overwrite", "hub_model_id", "hub_private_repo")
+LOCAL_OPTIONS = ("output", "resume", "overwrite")
 
 USE = """\
 ```python
@@ -342,7 +342,7 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
         for name, value in final.items()
         if isinstance(value, (int, float)) and math.isfinite(value) and not name.endswith("_stderr")
     ]
-    name = public(config.hub_model_id or config.model or "") or "model"
+    name = public(config.model or "") or "model"
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=pipeline,

@@ -110,7 +110,7 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
 def _execute(
     config: Any, console: Console | None, tool: str, stages: Callable[[TrainingRun], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Open a run, and go through its stages unless it has ended before; show its results and push its model."""
+    """Open a run, and go through its stages unless it has ended before; show its results."""
     config = config.completed()
     models.read_attention(config)  # an error before the folder is opened
     run = TrainingRun(config, tool, console)
@@ -138,7 +138,6 @@ def _execute(
             for line in (*table, "") if table else ():
                 run.say(line)
         run.say(f"Result: {run.folder / 'model'}")
-        run.push(run.folder / "model")
     return results
 
 
@@ -493,7 +492,7 @@ def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: s
     def train() -> tuple[nn.Module, dict[str, Any]]:
         if not config.distill.lora_rank:
             return run.train("distill", student, stage, teacher_model=teacher)
-        model, progress = run.train("distill", models.add_adapters(student, config.distill), stage)
+        model, progress = run.train("distill", models.add_adapters(student, config.distill.lora_rank), stage)
         return model.merge_and_unload(), progress
 
     student = run.learned(stage, student, train, "").eval()

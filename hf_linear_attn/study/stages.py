@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -65,7 +64,7 @@ RESUME = "Continue with the same options and --resume."
 #: Options that a resumed run may change, because they do not affect the result.
 FREE_OPTIONS = (
     *("resume", "overwrite", "output", "save_steps", "save_total_limit"),
-    *("report_to", "dataloader_num_workers", "hub_model_id", "hub_private_repo"),
+    *("report_to", "dataloader_num_workers"),
 )
 
 
@@ -551,16 +550,6 @@ class TrainingRun:
                 if card is not None:
                     (temporary / "README.md").write_text(card, encoding="utf-8")
         self.process.wait_for_everyone()
-
-    def push(self, folder: Path) -> None:
-        """Upload a checkpoint if the config names a repository."""
-        repository = self.config.hub_model_id
-        if repository is None or not self.is_main_process:
-            return
-        api = huggingface_hub.HfApi()
-        api.create_repo(repository, private=self.config.hub_private_repo, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Add a linear-attention model")
-        self.say(f"Pushed to https://huggingface.co/{repository}")
 
 
 def tensors_of(model: nn.Module, part: str) -> dict[str, Tensor]:

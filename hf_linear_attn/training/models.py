@@ -23,7 +23,7 @@ from ..integration.positions import extend_positions, position_limit
 from ..patching import patch_model
 from ..utils.extras import require_packages
 from ..utils.gguf import split_source
-from .options import DistillConfig, TrainingRunConfig
+from .options import TrainingRunConfig
 
 
 def load_tokenizer(config: TrainingRunConfig) -> Any:
@@ -161,21 +161,20 @@ def patch_as_configured(
         patch_model(model, attention)
 
 
-def add_adapters(model: PreTrainedModel, config: DistillConfig) -> nn.Module:
-    """Add LoRA adapters, by default to all linear layers of the body. Learned parts of mechanisms stay trainable."""
+def add_adapters(model: PreTrainedModel, rank: int) -> nn.Module:
+    """Add LoRA adapters (alpha: twice the rank) to all linear layers of the body. Learned parts stay trainable."""
     require_packages("peft", extra="train", purpose="distill.lora_rank")
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
-    targets = config.lora_target_modules or tuple(
+    targets = [
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
         and f".{SUBMODULE}." not in f".{name}."
         and (model.base_model is model or name.startswith(model.base_model_prefix))
-    )
-    alpha = config.lora_alpha or 2 * config.lora_rank
-    adapted = get_peft_model(model, LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=list(targets)))
+    ]
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
     for name, parameter in adapted.named_parameters():
         if f".{SUBMODULE}." in name:
             parameter.requires_grad_(True)

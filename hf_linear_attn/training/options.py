@@ -122,17 +122,10 @@ class DistillConfig(StageConfig):
     lora_rank: int = option(
         0, "rank of LoRA adapters to train instead of all weights; 0: all weights", least=0, common=True
     )
-    lora_alpha: int | None = option(None, "LoRA's alpha (default: twice the rank)", least=1)
-    lora_target_modules: tuple[str, ...] | None = option(
-        None, "modules that get adapters (default: all linear layers of the model's body)"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_loss_weights(self)
-        for name in ("lora_alpha", "lora_target_modules"):
-            if getattr(self, name) is not None and not self.lora_rank:
-                raise OptionError(name, "is for adapters: give lora_rank, too.")
 
 
 @dataclass(frozen=True)
@@ -178,8 +171,6 @@ class TrainingRunConfig:
     save_total_limit: int = option(2, "number of checkpoints of a stage to keep; a finished run keeps none", least=1)
     report_to: tuple[str, ...] = option(("tensorboard",), "the Trainer's trackers besides log.jsonl, if installed")
     speed: TimingConfig = option(factory=lambda: TimingConfig(TIMED_LENGTHS))
-    hub_model_id: str | None = option(None, "repository on the Hub to push the result to")
-    hub_private_repo: bool = option(False, "make that repository private")
 
     def __post_init__(self) -> None:
         check_options(self)

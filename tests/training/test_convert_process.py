@@ -89,25 +89,3 @@ def test_runs_of_one_process_may_differ_in_precision(folder: Path, tmp_path: Pat
         config = convert_config(folder / "tuned", folder / "task", tmp_path / name, bf16=half, **steps)
         assert convert(config, console=quiet())["stages"]["distilled"]
     assert weights(tmp_path / "full") == weights(tmp_path / "again") != weights(tmp_path / "half")
-
-
-def test_the_result_is_pushed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    calls: list[tuple[str, dict[str, Any]]] = []
-
-    class Api:
-        def create_repo(self, name: str, **settings: Any) -> None:
-            calls.append(("create", {"name": name, **settings}))
-
-        def upload_folder(self, **settings: Any) -> None:
-            names = {path.name for path in Path(settings["folder_path"]).iterdir()}
-            calls.append(("upload", {"repo_id": settings["repo_id"], "files": names}))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    changes = {"hub_model_id": "me/linear", "hub_private_repo": True, "attention": "elu", "train__max_steps": 1}
-    finetune(finetune_config(folder / "encoder", folder / "task", tmp_path / "out", **changes), console=quiet())
-    assert [name for name, _ in calls] == ["create", "upload"]
-    assert calls[0][1] == {"name": "me/linear", "private": True, "exist_ok": True}
-    assert calls[1][1]["repo_id"] == "me/linear"
-    assert {"README.md", "config.json", "model.safetensors", "modeling_hf_linear_attn.py"} <= calls[1][1]["files"]

@@ -92,8 +92,6 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
             "^data.metrics: is for classification",
         ),
         (StageConfig, {"eval_steps": 0, "patience": 2}, "^patience: counts evaluations"),
-        (DistillConfig, {"lora_alpha": 8}, "^lora_alpha: is for adapters: give lora_rank"),
-        (DistillConfig, {"lora_target_modules": ("q",)}, "^lora_target_modules: is for adapters: give lora_rank"),
         (ConvertConfig, {"tokenizer": "x", "train_tokenizer": 500}, "^train_tokenizer: trains one"),
         (ConvertConfig, {"control": True, "attention": None}, "^control: is trained beside a linear model"),
         (ConvertConfig, {"control": True, "distill": DistillConfig(0.0)}, "^control: is trained beside"),
