@@ -319,26 +319,16 @@ def load_source(
     documents: Documents = "auto",
     text_columns: Sequence[str] = (),
 ) -> DatasetDict:
-    """Load a data set by splits.
+    """Load a data set by splits, of which dev, valid and val are renamed to validation.
 
     Args:
-        source: One of
-            - a folder made by `save_to_disk`;
-            - a file: csv, tsv (without quoting: a tab always separates two columns), json, jsonl, parquet, fasta
-              (columns `description`, `sequence`), or text (txt, text, smi, tokens, raw); all also as `.xz` or `.gz`.
-              It becomes the split `train`. Text has one column, `text`, with one document per row (see
-              `documents`);
-            - a folder with such files named by split: `train.*`, `validation.*` (or dev, valid, val), `test.*`,
-              `wiki.train.tokens`. Other files in it are not read;
-            - the name of a Hub set, if no file or folder has this name.
-        config: Configuration of the Hub set.
-        revision: Branch, tag or commit of the Hub set.
-        documents: What the documents of a text file are: lines, paragraphs, or as `data.files.text_documents` says.
+        source: A folder made by `save_to_disk`; a file in a format of `FORMATS`, which becomes the split `train`; a
+            folder with such files named by split (`train.*`, `dev.*`, `wiki.train.tokens`; others are not read); or, if
+            there is no such file or folder, a data set of the Hub. Text has one column, `text`, with a document a row.
+        config, revision: Of a data set of the Hub.
+        documents: What the documents of a text file are (see `text_documents`).
         text_columns: Columns of a csv or tsv file that are text, whatever they hold. Others with numbers only are
             numbers.
-
-    Returns:
-        The splits; dev, valid and val are renamed to validation.
     """
     datasets, path = import_datasets(), Path(source).expanduser()
     if path.exists():

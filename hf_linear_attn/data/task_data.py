@@ -47,7 +47,7 @@ from .tasks import (
     load_metrics,
     load_task,
 )
-from .text import MIN_DOCUMENTS, Text, end_tokens, hold_out, read_text, rows_text, special_tokens, token_passages
+from .text import MIN_DOCUMENTS, Text, end_tokens, hold_out, load_text, rows_text, special_tokens, token_passages
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -430,7 +430,7 @@ def read_documents(data: DataConfig) -> Text:
     if path is None or (Path(path).is_file() and not is_table):
         if column != "text":
             raise OptionError("data.text_columns", f"a text has no columns, so no {column!r}. Leave this option out.")
-        return read_text(path, data.documents, data.validation_size)
+        return load_text(path, data.documents, data.validation_size)
     splits = load_splits(data, [column])
     validation = (text for name in splits if name.startswith("validation") for text in splits[name][column])
     return Text(Path(path).name if Path(path).exists() else path, tuple(splits["train"][column]), tuple(validation))

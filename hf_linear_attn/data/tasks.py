@@ -225,14 +225,8 @@ def load_task(name: str, *, folder: str | None = None, revision: str | None = No
     Hidden test splits are not loaded. `train.tsv` goes before `train_subset.tsv` if both exist. `label` is a
     `ClassLabel`, or float32 for regression.
 
-    Args:
-        name: A task of `TASKS`.
-        folder: The folder of the task's files, or the one above it (the GLUE archive); None: the Hub.
-        revision: Branch, tag or commit of the Hub set.
-
-    Raises:
-        ValueError: An unknown task; a bad row (file, line and value are named); `revision` with `folder`.
-        OSError: Files are missing or unreadable, or the Hub cannot be reached.
+    `folder` is that of the task's files, or the one above it (the GLUE archive); None: the Hub, with a `revision`.
+    A ValueError for an unknown task or a bad row (file, line and value are named), an OSError for missing files.
     """
     task = TASKS.get(name)
     if folder is not None:

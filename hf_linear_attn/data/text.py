@@ -52,16 +52,10 @@ class Text:
         return hashlib.sha256(json.dumps([self.train, self.validation]).encode()).hexdigest()
 
 
-def read_text(path: str | None, documents: Documents = "auto", share: float = VALIDATION_SIZE) -> Text:
-    """Read a text file, or the docstrings of the standard library if `path` is None.
+def load_text(path: str | None, documents: Documents = "auto", share: float = VALIDATION_SIZE) -> Text:
+    """Read the documents of a text file (see `text_documents`), or the docstrings of the standard library for None.
 
-    Args:
-        path: A text file.
-        documents: What its documents are (see `text_documents`).
-        share: The share that is held out (see `hold_out`).
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: The file is missing, cannot be read, or is too short.
+    A share of them is held out (see `hold_out`). An OSError or ValueError if the file cannot be read or is too short.
     """
     if path is None:
         version = ".".join(map(str, sys.version_info[:3]))

@@ -383,11 +383,7 @@ def read_inputs(
 
 
 def text_inputs(exact: ExactModel, text: Text, resolved: ResolvedOptions, parts: Sequence[str] = HELD_OUT) -> Inputs:
-    """Cut a text into batches of rows (see `text_rows`); measured are the perplexity or the embeddings of each part.
-
-    Raises:
-        ValueError: It is too short.
-    """
+    """Cut a text into batches of rows (see `text_rows`); measured are the perplexity or the embeddings of each part."""
     tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", resolved.sequence_length
     counts = ((text.train, resolved.train_sequences), (text.validation, resolved.test_sequences))
     train, test = (
@@ -427,10 +423,7 @@ def task_inputs(
     """Encode labelled data: train rows for the transfer (without labels), validation rows to measure on.
 
     With several parts the validation rows are dealt out to them; with one, each validation set is measured by itself.
-
-    Raises:
-        ValueError: The model was trained with other labels, or there are too few rows.
-        OSError, ImportError: As `load_task_data`.
+    It raises as `load_task_data`, and a ValueError for a model with other labels or too few rows.
     """
     count = resolved.train_sequences + resolved.validation_sequences
     limited = replace(data, max_length=resolved.sequence_length, max_train_samples=data.max_train_samples or count)
@@ -499,11 +492,7 @@ def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> 
 def with_sentence_pairs(
     inputs: Inputs, exact: ExactModel, folder: str, resolved: ResolvedOptions, max_rows: int | None
 ) -> Inputs:
-    """Measure first how embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
-
-    Raises:
-        ValueError, OSError, ImportError: As `load_task`.
-    """
+    """Measure first how embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread."""
     rows = list(load_task("stsb", folder=folder)["validation"])
     rows = rows if max_rows is None else evenly_spread(rows, max_rows)
     texts = [row[column] for column in ("sentence1", "sentence2") for row in rows]

@@ -171,13 +171,7 @@ class Evaluation:
         return None if math.isnan(mean) else mean
 
     def quality(self, score: Score, label: str, *, before: bool = False) -> Quality | None:
-        """Return a score of a row.
-
-        Args:
-            score: Which score.
-            label: Which row.
-            before: The mechanism as patched, before attention transfer; None where there was no transfer.
-        """
+        """Return a score of a row; `before` attention transfer, as patched, None where there was no transfer."""
         rows = self._score_rows(score, label, before=before).dropna(subset="value")
         if not len(rows):
             return None

@@ -237,26 +237,18 @@ class Study:
             for conditions, function in measurements:
                 record = study.measure(conditions, function)
 
-    Attributes:
-        folder: Where everything is stored as soon as it is known. None: in memory.
-        records: The records, those of earlier runs too.
-        progress: Told what is being done.
-        writes: Whether trained parameters are written to the folder: by the first of several processes only.
     """
 
-    folder: Path | None = None
-    records: Records = field(default_factory=Records)
-    progress: Progress = field(default_factory=Progress)
-    writes: bool = True
+    folder: Path | None = None  # where everything is stored as soon as it is known; None: in memory
+    records: Records = field(default_factory=Records)  # those of earlier runs too
+    progress: Progress = field(default_factory=Progress)  # told what is being done
+    writes: bool = True  # whether trained parameters are stored: by the first of several processes only
     _learned: dict[str, Learned] = field(default_factory=dict, repr=False)
 
     def measure(self, conditions: Conditions, function: Callable[[], Measured], *, label: str = "") -> Record:
         """Return the record of the conditions: the known one, or that of the values which `function` returns.
 
-        Args:
-            conditions: Everything that the values depend on.
-            function: Measures, where nothing is known.
-            label: The row of a table that the record belongs to.
+        The label is the row of a table that the record belongs to.
         """
         record = self.records.use(conditions, label)
         if record is not None:
@@ -268,12 +260,9 @@ class Study:
     def learned(
         self, conditions: Conditions, train: Callable[[], tuple[Measured, Learned]], *, label: str = ""
     ) -> Learned:
-        """Return the trained parameters of the conditions: the stored ones, or else what `train` returns.
+        """Return the trained parameters of the conditions: the stored ones, or else those that `train` returns.
 
-        Args:
-            conditions: Everything that the training depends on.
-            train: Trains, and returns the values of its record and the parameters.
-            label: The row of a table that the record belongs to.
+        `train` returns the values of its record, too.
         """
         path = self.folder and self.folder / LEARNED_FOLDER / f"{conditions.id}.safetensors"
         known = self.records.use(conditions, label) is not None
@@ -308,21 +297,11 @@ def open_study(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[Study]:
-    """Context manager: the study in a folder.
+    """Context manager: the study in a folder, or in memory (None).
 
-    Args:
-        folder: A new folder, or that of an earlier study. A new one is removed if the block raises before anything is
-            stored. None: in memory.
-        tool: What makes the study, for the records.
-        settings: What it was asked for, for the records.
-        device: The torch device that it runs on, for the records.
-        resume: Whether an earlier study in the folder goes on.
-        overwrite: Whether it is replaced.
-        progress: Told what is being done.
-
-    Raises:
-        ValueError: The folder holds something else, or an earlier study without `resume` or `overwrite`.
-        OSError: The folder cannot be written to.
+    A new folder is removed if the block raises before anything is stored. An earlier study in it goes on with `resume`
+    and is replaced with `overwrite`; errors are those of `check_study`. The records say which tool made them, with
+    which settings and on which torch device.
     """
     progress = progress or Progress()
     check_study(folder, resume=resume, overwrite=overwrite)

@@ -13,8 +13,8 @@ from hf_linear_attn.data.text import (
     docstrings,
     encode_text,
     hold_out,
+    load_text,
     padded_batches,
-    read_text,
     special_tokens,
     standard_library_documents,
     text_of,
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_standard_library_is_enough() -> None:
-    text = read_text(None)
+    text = load_text(None)
     assert len(text.train) > 60
     assert len(text.validation) > 15
     assert sum(map(len, text.train)) + sum(map(len, text.validation)) > 300_000
@@ -69,7 +69,7 @@ def test_wikitext_is_split_into_articles(tmp_path: Path) -> None:
     article = " \n = Title {} = \n \n" + " A sentence . \n \n Another one . \n" * 10
     path = tmp_path / "wiki.train.tokens"
     path.write_text("".join(article.format(index) for index in range(20)))
-    text = read_text(str(path))
+    text = load_text(str(path))
     assert (len(text.train), len(text.validation)) == (18, 2)
 
 
@@ -122,23 +122,23 @@ def test_docstrings_are_read_without_running_the_file(tmp_path: Path) -> None:
 
 def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no text file .*nowhere\.txt"):
-        read_text(str(tmp_path / "nowhere.txt"))
+        load_text(str(tmp_path / "nowhere.txt"))
     with pytest.raises(FileNotFoundError, match="no text file"):
-        read_text(str(tmp_path))
+        load_text(str(tmp_path))
 
 
 def test_short_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("too short", encoding="utf-8")
     with pytest.raises(ValueError, match="9 characters; at least 2000"):
-        read_text(str(path))
+        load_text(str(path))
 
 
 def test_binary_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "binary.txt"
     path.write_bytes(b"\xff\xfe\x00" * 2000)
     with pytest.raises(ValueError, match="not UTF-8"):
-        read_text(str(path))
+        load_text(str(path))
 
 
 def test_special_tokens_are_detected(tokenizer: PreTrainedTokenizerFast) -> None:

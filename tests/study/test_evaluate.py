@@ -14,7 +14,7 @@ from transformers import AutoModel, GPT2LMHeadModel
 
 import hf_linear_attn as hla
 from hf_linear_attn import evaluate
-from hf_linear_attn.data.text import packed_rows, padded_batches, read_text, text_rows
+from hf_linear_attn.data.text import load_text, packed_rows, padded_batches, text_rows
 from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
 from hf_linear_attn.study.options import (
@@ -122,7 +122,7 @@ def test_the_table_has_everything_that_was_measured(decoder: tuple[Evaluation, s
 def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Evaluation, str, Path]) -> None:
     evaluation = decoder[0]
     resolved = ResolvedOptions(**evaluation.info["settings"])
-    text, tokenizer = read_text(str(folder / "text.txt")), tiny_tokenizer()
+    text, tokenizer = load_text(str(folder / "text.txt")), tiny_tokenizer()
     documents = packed_rows(tokenizer, text.validation, resolved.perplexity_tokens)[:1]
     model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
     inputs = text_inputs(ExactModel.load(model, "decoder", "gpt2", tokenizer), text, resolved)
@@ -175,7 +175,7 @@ def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) ->
     evaluation = evaluate(str(folder / "bert"), text, **{**SMALL, **options})
     resolved, tokenizer = ResolvedOptions(**evaluation.info["settings"]), tiny_tokenizer()
     rows = text_rows(
-        tokenizer, read_text(text).validation, resolved.sequence_length, resolved.test_sequences, causal=False
+        tokenizer, load_text(text).validation, resolved.sequence_length, resolved.test_sequences, causal=False
     )
     batches = padded_batches(rows, 8, tokenizer.pad_token_id)
     model = AutoModel.from_pretrained(folder / "bert").eval()
