@@ -45,23 +45,14 @@ NEEDLES, HOPS, SLACK = 4, 4, 4
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question at the end of a text.
+    """A question at the end of a text."""
 
-    Attributes:
-        ids: Tokens of the prompt.
-        references: Tokens of every expected answer.
-        positions: The index in `ids` at which each of them is said.
-        shared: Tokens at the beginning that are those of the other prompts about the same text.
-        depth: Where the answer is said, from 0 (the beginning of the text) to 1; NaN if it is said in several places.
-        new_tokens: Tokens to generate.
-    """
-
-    ids: list[int]
-    references: list[list[int]]
-    positions: list[int]
-    shared: int
-    depth: float
-    new_tokens: int
+    ids: list[int]  # tokens of the prompt
+    references: list[list[int]]  # tokens of every expected answer
+    positions: list[int]  # the index in `ids` at which each of them is said
+    shared: int  # tokens at the beginning that are those of the other prompts about the same text
+    depth: float  # of the answer, from 0 (the beginning of the text) to 1; NaN if it is said in several places
+    new_tokens: int  # to generate
 
 
 @dataclass(frozen=True)

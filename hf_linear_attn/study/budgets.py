@@ -212,16 +212,9 @@ def choose_heads_and_window(
     and before any training: for a budget of quality from none on until the damage is within it (or else the least that
     was found), for one of speed from the largest share down until the model is fast enough.
 
-    Args:
-        budget: Of cache, of speed, or of lost quality.
-        model: The exact model.
-        longest: Tokens of the longest training row.
-        measure: Returns the damage of a share and a window in the budget's unit, or its speed relative to the exact
-            model; None where it is undefined.
-        options: Options of the windows, beside their width.
-
-    Raises:
-        ValueError: The budget cannot be measured, or nothing is small or fast enough for it.
+    `longest` is the number of tokens of the longest training row. `measure` returns the damage of a share and a window
+    in the budget's unit, or its speed relative to the exact model; None where it is undefined. A ValueError if the
+    budget cannot be measured, or nothing is small or fast enough for it.
     """
     if budget.cost == "cache":
         window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))

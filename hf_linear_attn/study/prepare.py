@@ -181,11 +181,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 def describe_source(source: Any, task: str | None, dataset: str | None = None) -> tuple[str, str, Any]:
     """Return the name, the kind and the config of an unpatched checkpoint, or of a loaded model.
 
-    A checkpoint is a classifier with a task, or where it has the head of one, with a data set that is no plain text.
-
-    Raises:
-        OSError: It cannot be loaded.
-        ValueError: It is patched already, or an encoder-decoder; or the attention of a loaded model cannot be replaced.
+    A checkpoint is a classifier with a task, or where it has the head of one, with a data set that is no plain text. A
+    ValueError for a patched one and for an encoder-decoder.
     """
     if isinstance(source, PreTrainedModel):
         class_name = type(source).__name__
@@ -209,10 +206,8 @@ def describe_source(source: Any, task: str | None, dataset: str | None = None) -
 def load_exact(source: Any, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:
     """Load a model with exact attention, or copy a loaded one, without its weights; messages name a classifier's task.
 
-    Raises:
-        OSError: It cannot be loaded.
-        ValueError: Weights are missing, its attention cannot be replaced, or a loaded model is on another device (not
-            the CPU, which is the default).
+    An OSError if it cannot be loaded, and a ValueError if weights are missing, its attention cannot be replaced, or a
+    loaded model is on another device (not the CPU, which is the default).
     """
     if isinstance(source, PreTrainedModel):
         own, name = source.device, str(device)

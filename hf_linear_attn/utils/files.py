@@ -92,13 +92,8 @@ def check_output(
 
     A new or an empty folder may be written to. A folder with an earlier result of the command is continued with
     `resume` (None: the command cannot continue one), replaced with `overwrite`, and refused otherwise. A folder with
-    other files is refused in any case, and so is one that contains the model that the command reads, its `source`.
-
-    Args:
-        output: The folder.
-        results: Names of files; a folder with one of them holds a result of the command.
-        overwrite, resume, source: See above.
-        option: The option that names the folder, for messages.
+    other files is refused in any case, and so is one that contains the model that the command reads, its `source`. A
+    folder with one of the files `results` holds a result of the command. Messages name the folder by its `option`.
 
     Raises:
         ValueError: The folder must not be written to.

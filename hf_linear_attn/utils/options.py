@@ -44,21 +44,13 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a number, or of each entry of a list. Fractions must be finite anyway.
+    """Bounds of a number, or of each entry of a list. Fractions must be finite anyway."""
 
-    Args:
-        least: The smallest value.
-        above: The value must be greater than this number.
-        below: The value must be smaller than this number.
-        most: The largest value.
-        parity: Whether a whole number must be even or odd.
-    """
-
-    least: float | None = None
-    above: float | None = None
-    below: float | None = None
-    most: float | None = None
-    parity: Literal["even", "odd"] | None = None
+    least: float | None = None  # the smallest value
+    above: float | None = None  # a number that is smaller than all values
+    below: float | None = None  # a number that is greater than all values
+    most: float | None = None  # the largest value
+    parity: Literal["even", "odd"] | None = None  # of a whole number
 
     def include(self, value: Any) -> bool:
         # Negated comparisons would let NaN pass.

@@ -50,13 +50,7 @@ def is_measurable(low: float, high: float) -> bool:
 def time_interleaved(
     functions: Mapping[str, Callable[[], object]], *, baseline: str, seconds: float, **options: Any
 ) -> dict[str, Timing]:
-    """Time functions side by side, and summarize their times and their ratios to the baseline's, round by round.
-
-    Args:
-        functions: Name -> function without arguments.
-        baseline: The name that speedups are relative to.
-        seconds, **options: See `sample_interleaved`.
-    """
+    """Time functions side by side (see `sample_interleaved`); return their times and their ratios to the baseline's."""
     samples = sample_interleaved(functions, seconds=seconds, **options)
     return {name: summarize_samples(samples[name], samples[baseline]) for name in functions}
 
