@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
@@ -73,7 +74,7 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
         remedy = "Load it with AutoModel….from_pretrained() and call patch_model(model, name)."
         raise ValueError(f"{path_or_repo!r} has no linear attention (no {CONFIG_FIELD!r} in config.json). {remedy}")
     LinearAttentionConfig.from_dict(saved)
-    cls = _model_class(path_or_repo, config, auto_class)
+    cls = model_class(path_or_repo, config, auto_class)
     # The class reads its config again, because it applies settings among the kwargs (num_labels=, …) to it.
     return linear_attention_class(cls).from_pretrained(path_or_repo, **kwargs)  # type: ignore[attr-defined]
 
@@ -94,7 +95,14 @@ def load_checkpoint(source: str, auto_class: Any, **kwargs: Any) -> tuple[PreTra
     return dequantized(model), sorted(info["missing_keys"])
 
 
-def _model_class(path: str, config: Any, auto_class: Any) -> type:
+def model_without_weights(source: str, config: Any, auto_class: Any = None) -> Any:
+    """Return the model of a config on the meta device, patched where the config is (see `model_class`)."""
+    with torch.device("meta"):
+        return linear_attention_class(model_class(source, config, auto_class))(config)
+
+
+def model_class(path: str, config: Any, auto_class: Any) -> type:
+    """Return the class that `auto_class` (see `load_pretrained`) has for a config, by default the class it names."""
     if auto_class is None:
         names = getattr(config, "architectures", None) or []
         if not names:

@@ -42,23 +42,18 @@ def run(config: InfoConfig) -> None:
 
 def _describe_patched(name: str) -> tuple[dict[str, Any], str]:
     """Return what is patched in a checkpoint, as facts and as text, from its model on the meta device."""
-    import torch
-
-    from ..checkpoints import _model_class, read_config
-    from ..integration.model_class import linear_attention_class
+    from ..checkpoints import model_without_weights, read_config
     from ..patching import patch_report
 
     model_config = read_config(name)
     saved = getattr(model_config, CONFIG_FIELD)
-    model_class: Any = linear_attention_class(_model_class(name, model_config, None))
-    with torch.device("meta"):
-        model = model_class(model_config)
+    model = model_without_weights(name, model_config)
     report = patch_report(model)
     facts = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "added_parameters": report.parameters,
         "state_bytes": report.state_bytes,
-        "dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
+        "dtype": str(getattr(model_config, "dtype", None) or "float32").removeprefix("torch."),
         "format_version": saved["format_version"],
         "package_version": saved.get("package_version"),
         "layers": [asdict(layer) for layer in report.layers],

@@ -54,7 +54,7 @@ def run(config: PatchConfig) -> None:
     import torch
     from safetensors import SafetensorError
 
-    from ..checkpoints import _model_class, read_config, save_checkpoint
+    from ..checkpoints import model_class, read_config, save_checkpoint
     from ..patching import patch_model, patch_report
     from ..utils.gguf import dequantized, split_source
     from ..utils.models import hidden_progress_bars
@@ -67,13 +67,13 @@ def run(config: PatchConfig) -> None:
             "made from, or load it and call unpatch_model(model)."
         )
     auto_class = config.auto_class or ("AutoModelForCausalLM" if gguf_file else None)
-    model_class: Any = _model_class(source, model_config, auto_class)
+    own_class: Any = model_class(source, model_config, auto_class)
     with torch.device("meta"):
-        patch_model(model_class(copy.deepcopy(model_config)), plan, max_length=config.max_length)
+        patch_model(own_class(copy.deepcopy(model_config)), plan, max_length=config.max_length)
     try:
         with hidden_progress_bars(not sys.stderr.isatty()):
             hub = {"revision": config.revision or "main", **gguf_file}
-            model = dequantized(model_class.from_pretrained(name, dtype=config.dtype, **hub))
+            model = dequantized(own_class.from_pretrained(name, dtype=config.dtype, **hub))
     except SafetensorError as error:
         raise ValueError(f"The weights in {source!r} cannot be read ({error}): truncated or corrupt.") from error
     patch_model(model, plan, max_length=config.max_length)

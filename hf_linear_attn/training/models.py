@@ -13,12 +13,11 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
 
-from ..checkpoints import _model_class, load_checkpoint, optional_file, read_config, read_tokenizer
+from ..checkpoints import load_checkpoint, model_without_weights, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
 from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
-from ..integration.model_class import linear_attention_class
 from ..integration.positions import extend_positions, position_limit
 from ..patching import patch_model
 from ..utils.extras import require_packages
@@ -55,9 +54,7 @@ def row_limit(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, st
         return config.data.max_length, "data.max_length"
     if config.max_length is not None:
         return config.max_length, "max_length"
-    with torch.device("meta"):
-        model_config = _model_config(config, {})
-        skeleton: Any = linear_attention_class(_model_class(str(config.model), model_config, AutoModel))(model_config)
+    skeleton = model_without_weights(str(config.model), _model_config(config, {}), AutoModel)
     limits = [position_limit(skeleton) or longest_input(skeleton), getattr(tokenizer, "model_max_length", None)]
     limit = min(value for value in (*limits, DEFAULT_MAX_LENGTH + 1) if value is not None)
     if limit > DEFAULT_MAX_LENGTH:
