@@ -1,7 +1,5 @@
 """Agreement by generation: how far greedy continuations of a converted model are those of the exact one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """How near a patched model is to exact attention, without labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

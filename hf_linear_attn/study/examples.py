@@ -1,7 +1,5 @@
 """Examples that a person can read, by the exact model and by converted ones: a search, a long document, a text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What the linear part of each layer is worth to the model, and closing those that do harm."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
