@@ -155,14 +155,15 @@ def row_weights(
     for part in columns:
         weight = (part.logits - top.unsqueeze(-1)).exp_()
         if part.outside is not None and part.keys is not None:
+            values = rows.values
+            if rows.log_scale is not None and part.keys.log_scale is None:
+                values = values * _far_scale(rows.log_scale, None, top)
             # Keys come first, so that the gradient of their features is contiguous.
-            estimate = (part.keys.values @ rows.values.transpose(-1, -2)).transpose(-1, -2) * part.outside
+            estimate = (part.keys.values @ values.transpose(-1, -2)).transpose(-1, -2)
             if rows.log_scale is not None and part.keys.log_scale is not None:
                 gap = (rows.log_scale - top).unsqueeze(-1) + part.keys.log_scale.unsqueeze(-2)
                 estimate = estimate * gap.clamp(max=0.0).exp()  # at most 0 wherever it is used
-            elif rows.log_scale is not None:
-                estimate = estimate * _far_scale(rows.log_scale, None, top)
-            weight = weight + estimate
+            weight = torch.addcmul(weight, estimate, part.outside)
         weights.append(weight)
     return weights, top
 
@@ -449,7 +450,7 @@ def _store_columns(
     is_stored = is_stored.repeat(*(1,) * (is_stored.dim() - 2), call.query.shape[1] // call.key.shape[1], 1)
     logits = query @ functional.pad(pool.key.to(query.dtype), (0, 1)).transpose(-1, -2)
     features = features.constant(pool.constant)
-    columns = Columns(logits.masked_fill(~is_stored, float("-inf")), features, -is_stored.to(query.dtype))
+    columns = Columns(logits.masked_fill_(~is_stored, float("-inf")), features, is_stored * logits.new_tensor(-1.0))
     return columns, with_ones(pool.value.to(query.dtype))
 
 
