@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ..ops.formulas import Activation, FusedMap, FusedMaps
+from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from ..utils.options import option
 from .base import AttentionShape, FeatureMap, Options, constant_parameter
@@ -16,7 +16,7 @@ from .random_features import unit_rows
 SMALL_HEAD_ROWS = 128
 
 #: The activations' names among the fused forms.
-_FUSED: dict[str, Activation] = {"softmax": "softmax-pair", "exp": "exp-pair", "joint": "softmax-joint"}
+_FUSED = {"softmax": "softmax-pair", "exp": "exp-pair", "joint": "softmax-joint"}
 
 
 class HedgehogOptions(Options):

@@ -179,6 +179,13 @@ def length_limit(model: PreTrainedModel) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def has_position_table(model: PreTrainedModel) -> bool:
+    """Return whether positions are looked up in a table of limited size. Rotary positions are computed instead."""
+    config = model.config.get_text_config(decoder=False)
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    return not rotary and longest_input(model) is not None
+
+
 def check_positions(model: nn.Module, tables: Sequence[str], inputs: Mapping[str, Any], total: int) -> None:
     """Raise a ValueError where a call would read beyond a learned table of positions.
 
@@ -283,57 +290,6 @@ def no_table_reason(model: PreTrainedModel) -> str:
     return "positions are in no learned table with a limit: nothing keeps it from longer inputs"
 
 
-# --------------------------------------------------------------------------------------------------- Rotary positions
-
-
-def rotary_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the frequencies ω `[r/2]` by which a model's rotary positions turn pairs of coordinates, of every kind."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
-
-
-def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: int) -> Tensor | None:
-    """Return the frequency ω of each coordinate of a layer's keys, `[d]`, by which of the model's rotations fits them.
-
-    Pairs of coordinates lie half a rotation's width apart or side by side, in the first or the last coordinates; those
-    outside have ω = 0.
-
-    Args:
-        model: The model, with its buffers of frequencies.
-        keys: Keys of some tokens, `[..., d]`.
-        later: Keys of the same tokens `distance` positions later.
-        distance: How many positions.
-
-    Returns:
-        ω, or None where keys do not differ, or no rotation explains how they do.
-    """
-    width, candidates = keys.shape[-1], []
-    for buffer in rotary_buffers(model):
-        frequencies, size = buffer.to(keys), 2 * len(buffer)
-        if size > width:
-            continue
-        cos, sin = (distance * frequencies).cos(), (distance * frequencies).sin()
-        columns = torch.arange(size, device=keys.device)
-        for pairs in (columns.view(2, -1), columns.view(-1, 2).T):  # half a width apart, side by side
-            for first, second in (pairs, pairs + width - size):
-                rotated, candidate = keys.clone(), keys.new_zeros(width)
-                rotated[..., first] = keys[..., first] * cos - keys[..., second] * sin
-                rotated[..., second] = keys[..., second] * cos + keys[..., first] * sin
-                candidate[first] = candidate[second] = frequencies
-                candidates.append((float((rotated - later).norm()), candidate))
-    difference, candidate = min(candidates, key=lambda one: one[0], default=(math.inf, keys))
-    return candidate if difference <= LARGEST_ROTATION_ERROR * float((later - keys).norm()) else None
-
-
-# ------------------------------------------------ Inputs of any length, beyond the positions of a table too: for timing
-
-
-def has_position_table(model: PreTrainedModel) -> bool:
-    """Return whether positions are looked up in a table of limited size. Rotary positions are computed instead."""
-    config = model.config.get_text_config(decoder=False)
-    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    return not rotary and longest_input(model) is not None
-
-
 @torch.no_grad()
 def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int], Tensor]) -> PositionChange:
     """Compute new tensors for the tables, by their new lengths, and for all that depends on their size."""
@@ -388,3 +344,44 @@ def _reserved(module: nn.Embedding) -> int:
 
 def _has_table(tensors: Iterable[tuple[str, Tensor]]) -> bool:
     return any(TABLE.fullmatch(part) for name, _ in tensors for part in name.split(".")[-2:])
+
+
+# --------------------------------------------------------------------------------------------------- Rotary positions
+
+
+def rotary_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the frequencies ω `[r/2]` by which a model's rotary positions turn pairs of coordinates, of every kind."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+
+
+def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: int) -> Tensor | None:
+    """Return the frequency ω of each coordinate of a layer's keys, `[d]`, by which of the model's rotations fits them.
+
+    Pairs of coordinates lie half a rotation's width apart or side by side, in the first or the last coordinates; those
+    outside have ω = 0.
+
+    Args:
+        model: The model, with its buffers of frequencies.
+        keys: Keys of some tokens, `[..., d]`.
+        later: Keys of the same tokens `distance` positions later.
+        distance: How many positions.
+
+    Returns:
+        ω, or None where keys do not differ, or no rotation explains how they do.
+    """
+    width, candidates = keys.shape[-1], []
+    for buffer in rotary_buffers(model):
+        frequencies, size = buffer.to(keys), 2 * len(buffer)
+        if size > width:
+            continue
+        cos, sin = (distance * frequencies).cos(), (distance * frequencies).sin()
+        columns = torch.arange(size, device=keys.device)
+        for pairs in (columns.view(2, -1), columns.view(-1, 2).T):  # half a width apart, side by side
+            for first, second in (pairs, pairs + width - size):
+                rotated, candidate = keys.clone(), keys.new_zeros(width)
+                rotated[..., first] = keys[..., first] * cos - keys[..., second] * sin
+                rotated[..., second] = keys[..., second] * cos + keys[..., first] * sin
+                candidate[first] = candidate[second] = frequencies
+                candidates.append((float((rotated - later).norm()), candidate))
+    difference, candidate = min(candidates, key=lambda one: one[0], default=(math.inf, keys))
+    return candidate if difference <= LARGEST_ROTATION_ERROR * float((later - keys).norm()) else None

@@ -1,1 +1,1 @@
-"""Pure functions on tensors. Needs torch only; `naive` holds the definitions that the fast forms are tested against."""
+"""Pure functions on tensors, which need torch only. Their definitions in float64 are in `tests/reference`."""

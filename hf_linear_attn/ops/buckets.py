@@ -1,4 +1,4 @@
-"""Hash buckets: a few exact weights per query beside a band, in position of their estimates (Chen et al. 2021).
+"""Hash buckets: a few exact weights per query beside a band, in place of their estimates (Chen et al. 2021).
 
 Random projections put queries and keys into buckets, `h(x) = argmax [x R, -x R]`, so that vectors of similar direction
 meet. A query takes at most `capacity` keys of its bucket, so that time and memory stay linear:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,20 +10,7 @@ from torch.nn import functional
 
 from .common import Features
 
-Activation = Literal[
-    "elu",
-    "relu",
-    "softmax-pair",
-    "softmax-joint",
-    "exp-pair",
-    "positive",
-    "positive-pair",
-    "rotated-relu",
-    "exp",
-    "softmax",
-]
-
-#: Number of features that the activation makes of each number.
+#: The activations, in the order of `Activation` in native/feature_maps.h: how many features each makes of a number.
 PARTS: dict[str, int] = {
     "elu": 1,
     "relu": 1,
@@ -59,7 +46,7 @@ class FusedMap(NamedTuple):
     `[heads | 1, f]`, cosine and sine `[B | 1, L]`. Gradients flow to weight and bias.
     """
 
-    activation: Activation
+    activation: str
     weight: Tensor | None = None
     bias: Tensor | None = None
     in_scale: float = 1.0

@@ -99,9 +99,8 @@ def causal_blocks(inputs: AttentionInputs, project_key: Tensor, project_value: T
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
     past = inputs.state if inputs.state is not None else _empty_blocks(key, value, block, dtype)
-    index = (
-        past["open_count"][:, None] + token_positions(mask, length, key.device)[0]
-    )  # of each token, counted from the open block
+    # Of each token, counted from the open block.
+    index = past["open_count"][:, None] + token_positions(mask, length, key.device)[0]
     blocks = max(-(-(length + block - 1) // block), 1)  # for at most block - 1 open tokens and the new ones
     capacity = blocks * block
     index = torch.where(mask, index, capacity)  # padding goes to one extra position, dropped below

@@ -550,8 +550,8 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if call.query.shape[2] == 0:
         return call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1]), state
     # One token in every row is a step. A mask is read on a CPU only.
-    readable = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
-    if state is not None and call.query.shape[2] == 1 and (mask is None or (readable and bool(mask.all()))):
+    may_read = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
+    if state is not None and call.query.shape[2] == 1 and (mask is None or (may_read and bool(mask.all()))):
         return _step(call, state)
     if call.causal:
         (out, _), state = accumulate_causal(call, normalise=True)
@@ -574,8 +574,8 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     ring = {"ring_key": ring_key, "ring_value": ring_value, "ring_mask": near}
     oldest_key, oldest_value = (to_dtype(state[name][:, :, :1], dtype) for name in ("ring_key", "ring_value"))
     sinks, first = first_tokens(call)
-    outside = state["count"].unsqueeze(1) - call.window  # the position of the oldest token, which leaves the window
-    oldest = state["ring_mask"][:, :1] & (outside >= call.sinks)
+    oldest_position = state["count"].unsqueeze(1) - call.window  # of the token that leaves the window
+    oldest = state["ring_mask"][:, :1] & (oldest_position >= call.sinks)
     older = masked_key_features(call.key_features, oldest_key, 0, oldest, dtype)
     far = KVState.from_state(state).plus(KVState.of(older, with_ones(mask_tokens(oldest_value, oldest))))
     if call.store:
@@ -583,7 +583,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
         pool, is_stored, store = StoredKeys.before(call).offer(new)
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
-        near = torch.cat([near, torch.arange(call.sinks, device=near.device) <= outside], dim=1)
+        near = torch.cat([near, torch.arange(call.sinks, device=near.device) <= oldest_position], dim=1)
     near_key, near_value = near_key.to(dtype), near_value.to(dtype)
     full = query.device.type == "cpu" and not torch.compiler.is_compiling() and bool(near.all())
     if not full:

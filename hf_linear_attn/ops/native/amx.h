@@ -1,7 +1,7 @@
-// Matrix products with factors rounded to bfloat16 and state in float32, by AMX tiles: for calls whose inputs are in
+// Matrix products with factors rounded to bfloat16 and sums in float32, by AMX tiles: for calls whose inputs are in
 // bfloat16, on processors that have them. There `multiply` and its kin take this way while a TileProducts is alive.
 //
-// Inputs are bfloat16 already, so only what is computed from them is rounded: features, weights, state over keys, each by
+// Inputs are bfloat16 already, so only what is computed from them is rounded: features, weights, sums over keys, each by
 // at most 2^-9. Forward, the weights of feature maps count as two numbers, w = high + low, since exponentials follow.
 
 #pragma once
@@ -199,7 +199,7 @@ class TileProducts {
     int words, columns, parts;
   };
 
-  // Up to two by two tiles of state: 0 1 / 2 3.
+  // Up to two by two tiles of sums: 0 1 / 2 3.
   static void square(const Factors& factors, int rows, int i, int j, float* c, long c_row, bool add) {
     const int words = factors.words, columns = factors.columns;
     const bool below = i + TILE_SIZE < rows, right_of = j + TILE_SIZE < columns;

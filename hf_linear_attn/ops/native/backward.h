@@ -2,10 +2,10 @@
 // gradient of its output:  dn_i = g_i / d_i,  dd_i = -(g_i . o_i) / d_i.  Then
 //     dphi(q_i) = S dn_i + z dd_i,  dS = sum_i phi(q_i) dn_i^T,  dz = sum_i phi(q_i) dd_i,
 //     dphi(k_j) = dS v_j + dz,      dv_j = dS^T phi(k_j),
-// with state over j <= i where the form is causal: S then runs forward, dS backward, and within a block of tokens the
+// with sums over j <= i where the form is causal: S then runs forward, dS backward, and within a block of tokens the
 // weights are explicit.
 //
-// With a log scale rows and state are relative to a reference that rises along the sequence: going back, the gradients of
+// With a log scale rows and sums are relative to a reference that rises along the sequence: going back, the gradients of
 // later rows are multiplied by the exponential of the (negative) step between two references.
 
 #pragma once

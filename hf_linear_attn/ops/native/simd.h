@@ -18,7 +18,7 @@ namespace hla {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int TILE_COLUMNS = 4;  // vectors; with 6 rows 24 of 32 registers hold state
+constexpr int TILE_COLUMNS = 4;  // vectors; with 6 rows 24 of 32 registers hold sums
 #elif defined(__AVX__)
 constexpr int LANES = 8;
 constexpr int TILE_COLUMNS = 2;  // 12 of 16 registers
@@ -112,7 +112,7 @@ static inline Vec exp_of(Vec x) {
 }
 
 // -------------------------------------------------------------------------------------------------------------------
-// C[M, N] (+)= A[M, K] B[K, N]: A with any strides, B and C with rows of integer vectors; B in float32 or of one byte.
+// C[M, N] (+)= A[M, K] B[K, N]: A with any strides, B and C with rows of whole vectors; B in float32 or of one byte.
 
 template <int R, int C, typename B>
 static inline __attribute__((always_inline)) void tile(const float* a, long a_row, long a_step, const B* b, long b_row,

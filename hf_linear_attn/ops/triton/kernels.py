@@ -388,7 +388,7 @@ def backward_causal_queries(
     query, key, value, gradient, mask, mask_batch, inverse, slope, states, before, query_map, key_map, heads, groups,
     length, spans, value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Causal, the queries of one chunk; `sums` over the keys before the chunk."""
+    """Causal, the queries of one chunk; `states`: the sums over the keys before the chunk."""
     pair, chunk = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
     group = head // (heads // groups)
@@ -423,7 +423,7 @@ def backward_causal_keys(
     query, key, value, gradient, mask, mask_batch, inverse, slope, states, before, to_value, query_map, key_map,
     heads, groups, length, spans, value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Causal, the keys of one chunk; `sums` over the queries after the chunk, all heads of the group added up."""
+    """Causal, the keys of one chunk; `states`: over the queries after the chunk, all heads of the group added up."""
     pair, chunk = tl.program_id(0), tl.program_id(1)
     batch, group = pair // groups, pair % groups
     repeats = heads // groups
