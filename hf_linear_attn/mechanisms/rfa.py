@@ -67,7 +67,7 @@ class RandomFeatureAttention(LinearAttention):
         if not (self.gated and inputs.causal):
             maps, size = (self._features, self._features, None), self.options.num_features
             call = KernelizedCall(*inputs.finite_tensors(), *maps, size, signed=True, **inputs.settings)
-            return kernelized.causal(call) if inputs.causal else (kernelized.bidirectional(call), None)
+            return kernelized.attend(call)
         gated_call = GatedCall(
             *inputs.tensors,
             self._features,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..utils.formatting import near_matches
 from . import gated, kernelized
-from .calls import BackendCall, GatedCall, KernelizedCall
+from .calls import BackendCall, GatedCall, WindowedCall
 from .common import State
 from .fla_backend import FlaBackend
 from .flex import FlexBackend
@@ -55,9 +55,7 @@ class TorchBackend:
     def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         if isinstance(call, GatedCall):
             return gated.gated_causal(call)
-        if isinstance(call, KernelizedCall):
-            return kernelized.causal(call) if call.causal else (kernelized.bidirectional(call), None)
-        return windowed(call)
+        return windowed(call) if isinstance(call, WindowedCall) else kernelized.attend(call)
 
 
 #: All backends, the fastest first. Backends behind `torch`, which supports every call, are used by name only.

@@ -2,6 +2,7 @@
 
 import logging
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,22 +30,8 @@ PIECES = (601, 21, 1)
 #: How often the case runs by the kernels: results that differ come from a race, which may be right at times.
 RUNS = 8
 
-#: Exceptions of a compiler, of its launcher, or of a device without the needed instructions or memory.
-FAILURES = (
-    *(RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, ImportError),
-    subprocess.SubprocessError,
-)
-
 CheckedCall = KernelizedCall | WindowedCall
 Run = Callable[[Any], tuple[Tensor, State | None]]
-
-
-class Kernels(NamedTuple):
-    """The kernels of a backend: its name, the function that runs a call, and what it raises where they fail."""
-
-    name: str
-    run: Run
-    failures: tuple[type[Exception], ...] = FAILURES
 
 
 class Case(NamedTuple):
@@ -64,21 +51,25 @@ class Case(NamedTuple):
 _reasons: dict[tuple[str, Case], str | None] = {}
 
 
-def checked_reason(kernels: Kernels, call: CheckedCall) -> str | None:
-    """Return why the kernels cannot be used for such calls on this device, or None if a small case came out right.
+def checked_reason(name: str, run: Run, call: CheckedCall) -> str | None:
+    """Return why a backend's kernels cannot be used for such calls on this device, or None if a small case came out
+    right, which runs at the first call.
 
-    The check of a case runs at its first call.
+    Args:
+        name: The backend.
+        run: The function that runs a call by its kernels.
+        call: The call.
     """
     case = case_of(call)
-    if (kernels.name, case) not in _reasons:
+    if (name, case) not in _reasons:
         if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured, and these kernels were not checked before"
         assert call.fused is not None
-        _reasons[kernels.name, case] = reason = compare(kernels, case, call.fused)
+        _reasons[name, case] = reason = compare(run, case, call.fused)
         if reason is not None:
-            name = f"{call.fused[0].activation} features of {case.dtype} inputs"
-            logger.warning("No %s kernels for %s: %s. Attention runs in torch operations.", kernels.name, name, reason)
-    return _reasons[kernels.name, case]
+            what = f"{call.fused[0].activation} features of {case.dtype} inputs"
+            logger.warning("No %s kernels for %s: %s. Attention runs in torch operations.", name, what, reason)
+    return _reasons[name, case]
 
 
 def case_of(call: CheckedCall) -> Case:
@@ -93,18 +84,18 @@ def case_of(call: CheckedCall) -> Case:
     return case._replace(window=call.window, sinks=call.sinks) if isinstance(call, WindowedCall) else case
 
 
-def compare(kernels: Kernels, case: Case, fused: tuple[FusedMap, FusedMap]) -> str | None:
+def compare(run: Run, case: Case, fused: tuple[FusedMap, FusedMap]) -> str | None:
     """Run the case; return the first failure or difference as a text, or None."""
     try:
         # Other backends of torch's own attention, which sinks use, add up gradients in any order.
         with torch.enable_grad() if case.learning else torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            actual, *again = (results(case, fused, kernels.run, double=False) for _ in range(RUNS))
+            actual, *again = (results(case, fused, run, double=False) for _ in range(RUNS))
             expected = results(case, fused, _torch, double=True)
             errors = {name: relative_error(actual[name], expected[name]) for name in expected}
             unequal = [name for name in expected if not all(torch.equal(actual[name], one[name]) for one in again)]
     except torch.OutOfMemoryError:
         raise
-    except kernels.failures as failure:
+    except failures() as failure:
         return f"the kernels fail on this device ({type(failure).__name__}: {str(failure).strip()[:200]})"
     for name, error in errors.items():
         loose = case.window and "gradient" in name
@@ -112,6 +103,14 @@ def compare(kernels: Kernels, case: Case, fused: tuple[FusedMap, FusedMap]) -> s
         if not error <= limit:  # NaN is a difference too
             return f"on this device they differ from torch in {name} by {error:.1e}"
     return f"on this device {unequal[0]} is not the same at every run" if unequal else None
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a compiler, of its launcher, or of a device without the instructions or memory."""
+    triton = sys.modules.get("triton")
+    of_triton = () if triton is None else (triton.TritonError,)
+    errors = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, ImportError)
+    return (*errors, subprocess.SubprocessError, *of_triton)
 
 
 def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: bool) -> dict[str, Tensor]:
@@ -169,9 +168,7 @@ def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: b
 
 
 def _torch(call: CheckedCall) -> tuple[Tensor, State | None]:
-    if isinstance(call, WindowedCall):
-        return windowed(call)
-    return kernelized.causal(call) if call.causal else (kernelized.bidirectional(call), None)
+    return windowed(call) if isinstance(call, WindowedCall) else kernelized.attend(call)
 
 
 def _random_map(fused: FusedMap, draw: Callable[..., Tensor], heads: int, length: int, double: bool) -> FusedMap:

@@ -26,7 +26,7 @@ from .common import KVState, State, compute_dtype, group_heads, mask_tokens, rea
 from .kernel_inputs import unsupported_inputs
 from .sinks import Sinks, attend_from_sinks, end_positions, end_tokens, first_tokens, take_tokens
 from .triton import interpreted
-from .triton.backend import TritonBackend, installed, kernels_of
+from .triton.backend import TritonBackend, installed
 from .windowed import FLOOR, LARGEST_GAP, gather_tokens, make_ring, pad_tokens
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class FlexBackend:
             return f"heads of fewer than {MIN_HEAD_DIM} numbers are not supported"
         if not installed():
             return "Triton is not installed (pip install triton)"
-        return checked_reason(kernels_of(self.name, run), call)
+        return checked_reason(self.name, run, call)
 
     def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         assert isinstance(call, WindowedCall)
@@ -242,9 +242,11 @@ def _far(
 
     log_mix g `[B | 1, H, n]`; top c `[B, H, n]`, to which log scales of queries are relative; mask `[B, 1, n]`.
     """
-    own, backend = _far_call(call, query, key, value, mask[:, 0]), TritonBackend()
-    if backend.unsupported_reason(own) is None:
-        total, scale, after = backend.totals(own)
+    own = _far_call(call, query, key, value, mask[:, 0])
+    if TritonBackend().unsupported_reason(own) is None:
+        from .triton import attention
+
+        total, scale, after = attention.totals(own)
     else:
         total, after = kernelized.causal(own, normalise=False)
         assert call.fused is not None

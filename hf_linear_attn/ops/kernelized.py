@@ -53,6 +53,11 @@ def _masked(keys: Features, mask: Tensor | None) -> Features:
     )
 
 
+def attend(call: KernelizedCall) -> tuple[Tensor, State | None]:
+    """Compute either form: the output, and the state if it is causal and asked for."""
+    return causal(call) if call.causal else (bidirectional(call), None)
+
+
 def bidirectional(call: KernelizedCall) -> Tensor:
     """Compute `o_i = φ(q_i)ᵀ S / φ(q_i)ᵀ z` with `S = Σ_j m_j φ(k_j) v_jᵀ`, `z = Σ_j m_j φ(k_j)`, in the dtype of v.
 

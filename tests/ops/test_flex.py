@@ -210,9 +210,9 @@ def test_the_check_before_first_use(name, learning, causal, monkeypatch):
         return out * (1 + 1e-6 * next(runs)), state
 
     with torch.device("meta"):  # a default device of the user's is not that of the call
-        assert check.compare(check.Kernels("flex", flex.run), case, call.fused) is None
-    assert "differ from torch in the output" in str(check.compare(check.Kernels("flex", wrong), case, call.fused))
-    unequal = str(check.compare(check.Kernels("flex", racing), case, call.fused))
+        assert check.compare(flex.run, case, call.fused) is None
+    assert "differ from torch in the output" in str(check.compare(wrong, case, call.fused))
+    unequal = str(check.compare(racing, case, call.fused))
     assert unequal == "on this device the output is not the same at every run"
 
 

@@ -13,7 +13,7 @@ import torch
 from hf_linear_attn.ops import check, flex
 from hf_linear_attn.ops.calls import KernelizedCall, WindowedCall
 from hf_linear_attn.ops.formulas import FusedMap
-from hf_linear_attn.ops.triton.backend import TritonBackend, _kernels
+from hf_linear_attn.ops.triton.backend import TritonBackend
 from tests.ops.test_native import BOTH, MAPS, build, inputs, make_call
 
 DEVICE = "cuda"
@@ -50,7 +50,7 @@ def test_kernelized_attention(name, size, dtype, causal, learning, monkeypatch):
         patch.setattr("hf_linear_attn.ops.triton.backend.checked_reason", lambda *_: None)
         if (reason := TritonBackend().unsupported_reason(call)) is not None:
             pytest.skip(reason)
-    assert check.compare(_kernels(), check.case_of(call), call.fused) is None
+    assert check.compare(attention.run, check.case_of(call), call.fused) is None
 
 
 @LEARNING
@@ -62,7 +62,7 @@ def test_windows(name, size, dtype, causal, learning):
     call = call_for(name, size, dtype, causal, learning)
     sizes: dict[str, Any] = {"window": 64, "sinks": 4, "scaling": size**-0.5}
     window = WindowedCall(**vars(call), **sizes, log_mix=torch.zeros(2, device=DEVICE))
-    assert check.compare(check.Kernels("flex", flex.run), check.case_of(window), window.fused) is None
+    assert check.compare(flex.run, check.case_of(window), window.fused) is None
 
 
 @BOTH

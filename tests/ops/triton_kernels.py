@@ -264,10 +264,10 @@ def test_the_check_before_first_use(name, causal, learning, monkeypatch):
     def broken(call):
         raise RuntimeError("out of resource: shared memory")
 
-    assert check.compare(check.Kernels("right", attention.run), case, call.fused) is None
-    assert "differ from torch in the output" in check.compare(check.Kernels("wrong", wrong), case, call.fused)
-    assert "shared memory" in check.checked_reason(check.Kernels("broken", broken), call)
-    assert "shared memory" in check.checked_reason(check.Kernels("broken", attention.run), call)  # asked once
+    assert check.compare(attention.run, case, call.fused) is None
+    assert "differ from torch in the output" in check.compare(wrong, case, call.fused)
+    assert "shared memory" in check.checked_reason("broken", broken, call)
+    assert "shared memory" in check.checked_reason("broken", attention.run, call)  # asked once
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
@@ -283,14 +283,14 @@ def test_totals_before_normalisation_and_their_gradients(name, kind):
         totals = compute(call)[0]
         return totals, torch.autograd.grad((totals * weight.to(dtype)).sum(), [*tensors, *exact.parameters()])
 
-    actual, ours = gradients(BACKEND.totals, torch.float32)
+    actual, ours = gradients(attention.totals, torch.float32)
     expected, theirs = gradients(lambda call: kernelized.causal(call, normalise=False), torch.float64)
     assert_near(actual, expected, 2e-5)
     for own, true in zip(ours, theirs, strict=True):
         assert_near(own, true, 2e-4)
     with torch.no_grad():
         call = make_call(feature_map, *inputs(shape), True, masks(shape, kind)).replace(return_state=True)
-        (totals, scale, state), (_, state_true) = BACKEND.totals(call), kernelized.causal(call)
+        (totals, scale, state), (_, state_true) = attention.totals(call), kernelized.causal(call)
         assert_near(totals, expected, 2e-5)
         assert_near(state["kv"], state_true["kv"], 2e-5)
         expected_scale = call.query_features(call.query, 0).log_scale

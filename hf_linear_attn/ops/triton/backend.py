@@ -6,7 +6,7 @@ import importlib.util
 from torch import Tensor
 
 from ..calls import BackendCall, KernelizedCall, WindowedCall
-from ..check import FAILURES, Kernels, Run, checked_reason
+from ..check import checked_reason
 from ..common import State
 from ..formulas import PARTS
 from ..kernel_inputs import unsupported_inputs
@@ -47,19 +47,17 @@ class TritonBackend:
             return "gradients through a log scale of keys are not fused"
         if not installed():
             return "Triton is not installed (pip install triton)"
-        return None if call.query.device.type == "cpu" else checked_reason(_kernels(), call)  # not if interpreted
+        if call.query.device.type == "cpu":  # interpreted
+            return None
+        from . import attention
+
+        return checked_reason(self.name, attention.run, call)
 
     def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         from . import attention
 
         assert isinstance(call, KernelizedCall)
         return attention.run(call)
-
-    def totals(self, call: KernelizedCall) -> tuple[Tensor, Tensor | None, State | None]:
-        """Compute a supported causal call before normalisation (see `triton.attention.totals`)."""
-        from . import attention
-
-        return attention.totals(call)
 
 
 def unsupported_sizes(call: KernelizedCall | WindowedCall) -> str | None:
@@ -74,18 +72,3 @@ def unsupported_sizes(call: KernelizedCall | WindowedCall) -> str | None:
     if max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:
         return f"heads of more than {MAX_HEAD_DIM} numbers do not fit"
     return None
-
-
-def kernels_of(name: str, run: Run) -> Kernels:
-    """Return the kernels of a backend that launches kernels of Triton, with the errors of these."""
-    if not installed():
-        return Kernels(name, run)
-    import triton
-
-    return Kernels(name, run, (*FAILURES, triton.TritonError))
-
-
-def _kernels() -> Kernels:
-    from . import attention
-
-    return kernels_of("triton", attention.run)

@@ -35,6 +35,12 @@ def finite(top):
 
 
 @triton.jit
+def bounded(exponent, largest):
+    """Return an exponent, or the largest one where it is above; a NaN stays, which a minimum would drop."""
+    return tl.where(exponent > largest, largest, exponent)
+
+
+@triton.jit
 def load_kv(states, index, fmap, value_size, columns):
     """Load `[M, C]`, some columns of one `[kv | k_sum]`."""
     indices, inside = feature_indices(fmap)
@@ -252,7 +258,7 @@ def merge(above, below, row_scale, before, batch, head, tokens, real, query_map,
         exact.log_mix, exact.mix_batch, exact.mix_head, exact.mix_token, batch, head, tokens, real, 0.0
     )  # fmt: skip
     if query_map.log_scale is not None:
-        log_mix += tl.where(row_scale - top > exact.gap, exact.gap, row_scale - top)
+        log_mix += bounded(row_scale - top, exact.gap)
     factor = tl.exp(log_mix)
     return mass[:, None] * before + factor[:, None] * above, mass + factor * below, top
 

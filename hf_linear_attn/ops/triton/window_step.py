@@ -17,7 +17,7 @@ from ..windowed import LARGEST_GAP
 from . import padded_features, power_of_two
 from .attention import launch, map_arguments, mask_bytes, on_device, rows
 from .backend import unsupported_sizes
-from .kernels import finite, load_state, store_state
+from .kernels import bounded, finite, load_state, store_state
 from .maps import features
 
 #: Keys of the ring that are read at once.
@@ -139,7 +139,7 @@ def step_window(
         outside = tl.maximum(before + 1 - window - sinks, 0).to(tl.float32)
         log_mix -= tl.log(1 + outside / saturation)
     if scaled:
-        log_mix += tl.minimum(tl.max(scale, axis=0) - finite(top), largest_gap)
+        log_mix += bounded(tl.max(scale, axis=0) - finite(top), largest_gap)
     factor = tl.exp(log_mix)
     below = mass + factor * tl.sum(far * weights, axis=0)
     result = (total + factor * tl.sum(far[:, None] * state, axis=0)) / tl.where(below < floor, floor, below)
