@@ -207,10 +207,8 @@ class LinearStateLayer(CacheLayerMixin):
     def get_seq_length(self, *args: Any) -> int:
         return self.tokens
 
-    def get_max_cache_shape(self) -> int:
+    def get_max_length(self) -> int:
         return -1
-
-    get_max_length = get_max_cache_shape
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length

@@ -69,14 +69,11 @@ def tensor_parallel_plan(
     plan: dict[str, str] | None = getattr(model, "_tp_plan", None)
     if not plan or not distributed.is_available() or not distributed.is_initialized():
         return None
-    try:
-        from transformers.distributed.tensor_parallel import (
-            ALL_PARALLEL_STYLES,
-            TensorParallelLayer,
-            replace_layer_number_by_wildcard,
-        )
-    except ImportError:
-        return None  # Older versions shard in another way: the first call of a split layer says that heads are missing.
+    from transformers.distributed.tensor_parallel import (
+        ALL_PARALLEL_STYLES,
+        TensorParallelLayer,
+        replace_layer_number_by_wildcard,
+    )
 
     class HeadParallel(TensorParallelLayer):
         """The style of a mechanism: it shards when the model is split, before the weights are loaded."""

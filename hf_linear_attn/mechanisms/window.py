@@ -95,7 +95,7 @@ class HybridAttention(LinearAttention):
     def outside(self, inputs: AttentionInputs) -> Tensor:
         return inputs.visible() & ~self._inside(inputs)
 
-    def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix, sinks: int = 0, store: int = 0) -> WindowedCall:
+    def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:
         return WindowedCall(
             *inputs.tensors,
             *self._maps(inputs.scaling),
@@ -103,8 +103,6 @@ class HybridAttention(LinearAttention):
             window=self.options.window_size,
             scaling=inputs.scaling,
             log_mix=log_mix,
-            sinks=sinks,
-            store=store,
             **inputs.settings,
         )
 
@@ -206,13 +204,14 @@ class WindowAttention(HybridAttention):
             name = CAUSAL_MAP if shape.causal else BIDIRECTIONAL_MAP
             options = replace(options, feature_map=name, feature_map_options={**rows, **options.feature_map_options})
         fitted = FEATURE_MAPS.get(options.feature_map).factory.fits_keys
-        if options.mix_init == "auto":
-            options = replace(options, mix_init=UNFITTED_MIX if fitted else 0.0)
-        if options.saturation == "auto":
+        automatic = {
+            "mix_init": UNFITTED_MIX if fitted else 0.0,
             # Weights of a map that is fitted to the keys grow with the input as exact ones do.
-            options = replace(options, saturation=CAUSAL_SATURATION if shape.causal and not fitted else None)
-        if options.sink_tokens == "auto":
-            options = replace(options, sink_tokens=CAUSAL_SINKS if shape.causal else BIDIRECTIONAL_SINKS)
+            "saturation": CAUSAL_SATURATION if shape.causal and not fitted else None,
+            "sink_tokens": CAUSAL_SINKS if shape.causal else BIDIRECTIONAL_SINKS,
+        }
+        chosen: dict[str, Any] = {name: x for name, x in automatic.items() if getattr(options, name) == "auto"}
+        options = replace(options, **chosen)
         super().__init__(shape, options)
         self._check_store(shape.causal)
         if options.store_size:  # which depends on all earlier keys of a row
@@ -241,19 +240,19 @@ class WindowAttention(HybridAttention):
                         "A bidirectional window with a saturation counts tokens of other slices. Set saturation to "
                         "null to use context_parallel."
                     )
-                call = self._whole_call(inputs, self._log_mix(inputs))
+                call = self._call(inputs, self._log_mix(inputs))
                 return parallel.windowed_slice(call, inputs.ranks), None
             # Neither sums nor borders depend on the mixing weights.
-            call = self._whole_call(inputs, self.log_mix)
+            call = self._call(inputs, self.log_mix)
             inputs = replace(inputs, state=parallel.window_before(call, inputs.ranks))
-        out, state_after = backends.attend(self._whole_call(inputs, self._mix_of_call(inputs)))
+        out, state_after = backends.attend(self._call(inputs, self._mix_of_call(inputs)))
         prepare(self, inputs, state_after)
         return out, state_after if inputs.return_state else None
 
-    def _whole_call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:
+    def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:
         """Return the call with all that is exact beside the window."""
-        options = self.options
-        call = self._call(inputs, log_mix, sinks=options.sink_tokens, store=options.store_size)
+        call, options = super()._call(inputs, log_mix), self.options
+        call.sinks, call.store = options.sink_tokens, options.store_size
         call.cache_dtype = stored_dtype(options.cache_dtype, inputs.key, inputs.value)
         return call
 
@@ -344,7 +343,7 @@ class WindowAttention(HybridAttention):
             raise NotImplementedError(
                 "A store of keys cannot apply a mask [B, H, L, S]. Pass a padding mask [B, S], or set store_size=0."
             )
-        stored = ops.stored_pairs(self._whole_call(inputs, self.log_mix))
+        stored = ops.stored_pairs(self._call(inputs, self.log_mix))
         first = stored.shape[2] - inputs.query.shape[2]
         return inside | stored[:, :, first:].repeat_interleave(self.shape.num_heads // stored.shape[1], dim=1)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from .calls import BackendCall, WindowedCall
 from .common import State
 from .formulas import PARTS, FusedMap
+from .int8 import row_size
 
 #: Dtypes of queries, keys and values that kernels read.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,6 +73,31 @@ def _inputs_match(call: BackendCall) -> bool:
     if keys != length and (call.causal or isinstance(call, WindowedCall)):
         return False
     return mask is None or (mask.dtype is torch.bool and mask.shape[1:] == (keys,) and mask.shape[0] in (1, batch))
+
+
+def window_entries(call: WindowedCall) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return sizes and dtypes of what the state of a windowed call has beside its sums."""
+    batch, groups, _, size = call.key.shape
+    stored = call.cache_dtype or call.query.dtype
+    sizes = {name: row_size(width, call.cache_dtype) for name, width in (("key", size), ("value", call.value.shape[3]))}
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "ring_mask": ((batch, call.window), torch.bool),
+        "count": ((batch,), torch.int64),
+    }
+    for prefix, tokens in (("ring", call.window), ("sink", call.sinks), ("store", call.store)):
+        if tokens:
+            entries |= {f"{prefix}_{name}": ((batch, groups, tokens, row), stored) for name, row in sizes.items()}
+    if call.store:
+        entries["store_error"] = (batch, groups, call.store), torch.float32
+    return entries
+
+
+def has_entries(state: State, entries: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    """Return whether a state has these entries, of these sizes and dtypes."""
+    return all(
+        name in state and state[name].shape == shape and state[name].dtype == dtype
+        for name, (shape, dtype) in entries.items()
+    )
 
 
 def _state_matches(call: BackendCall, state: State) -> bool:

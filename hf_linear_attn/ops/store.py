@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .calls import KernelizedCall, WindowedCall
-from .common import Features, KVState, State, compute_dtype, mask_tokens, weighted_mean, with_ones
+from .common import Features, KVState, State, compute_dtype, mask_tokens, with_ones
 from .int8 import to_dtype
 from .kernelized import causal
 
@@ -127,21 +127,14 @@ def leaving_keys(call: WindowedCall, key: Tensor, value: Tensor, far: Tensor) ->
     maps = (call.key_features, call.key_features, None, call.num_features)
     with torch.no_grad():
         linear_call = KernelizedCall(key, key, value.to(compute_dtype(value)), *maps, True, mask=far, state=call.state)
-        error = recall_error(causal(linear_call)[0], linear_call.value)
+        recalled, _ = causal(linear_call)
+    return with_errors(key, value, recalled, far)
+
+
+def with_errors(key: Tensor, value: Tensor, recalled: Tensor, far: Tensor) -> StoredKeys:
+    """Return keys and values with the errors of what the sums recall for them, `[B, G, L, e]` without a gradient."""
+    key, value = mask_tokens(key, far), mask_tokens(value, far)
+    exact = value.detach().to(recalled.dtype)
+    error = (recalled - exact).norm(dim=-1)
+    error = error.masked_fill(error <= ROUNDING * exact.norm(dim=-1), 0.0)
     return StoredKeys(key, value, mask_tokens(error, far, NEVER), torch.zeros_like(error, dtype=torch.bool))
-
-
-def recall_error(recalled: Tensor, value: Tensor) -> Tensor:
-    """Return the error of each recalled value `[…, e]`, `[…]`."""
-    error = (recalled - value).norm(dim=-1)
-    return error.masked_fill(error <= ROUNDING * value.norm(dim=-1), 0.0)
-
-
-def leaving_key(key: Tensor, value: Tensor, features: Features, far: KVState, real: Tensor) -> StoredKeys:
-    """Return the same for one key with its features, given the sums `far` that contain it; real `[B, 1]`."""
-    with torch.no_grad():
-        error = recall_error(weighted_mean(features.values @ far.total), value.to(far.total.dtype))
-    error = mask_tokens(error, real, NEVER)
-    return StoredKeys(
-        mask_tokens(key, real), mask_tokens(value, real), error, torch.zeros_like(error, dtype=torch.bool)
-    )

@@ -46,7 +46,7 @@ from .common import (
 from .int8 import append, to_dtype
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
-from .store import StoredKeys, leaving_key, leaving_keys
+from .store import StoredKeys, leaving_keys, with_errors
 
 #: Smallest and largest block: those of narrower windows have the smallest one.
 MIN_BLOCK, MAX_BLOCK = 32, 64
@@ -579,7 +579,8 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     older = masked_key_features(call.key_features, oldest_key, 0, oldest, dtype)
     far = KVState.from_state(state).plus(KVState.of(older, with_ones(mask_tokens(oldest_value, oldest))))
     if call.store:
-        new = leaving_key(oldest_key, oldest_value, older, far, oldest)
+        recalled = weighted_mean(older.values @ far.total).detach()
+        new = with_errors(oldest_key, oldest_value, recalled, oldest)
         pool, is_stored, store = StoredKeys.before(call).offer(new)
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..calls import Mix, WindowedCall
 from ..common import InPlaceState, State, mask_tokens
-from ..int8 import row_size
+from ..kernel_inputs import has_entries, window_entries
 from ..sinks import first_tokens, take_tokens
 from ..windowed import gather_tokens
 from . import binding
@@ -78,23 +78,9 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
 
 def is_kernel_step(call: WindowedCall, state: State) -> bool:
     """Whether the kernel for one token applies: it reads whole vectors of a state and a ring of the inputs' dtype."""
-    query, window = call.query, call.window
-    if query.shape[2] != 1 or call.value.shape[3] % binding.lanes():
+    if call.query.shape[2] != 1 or call.value.shape[3] % binding.lanes():
         return False
-    batch, groups, _, size = call.key.shape
-    expected: dict[str, tuple[int, ...]] = {"ring_mask": (batch, window), "count": (batch,)}
-    for prefix, count in (("ring", window), ("sink", call.sinks), ("store", call.store)):
-        if count:
-            expected[f"{prefix}_key"] = batch, groups, count, row_size(size, call.cache_dtype)
-            expected[f"{prefix}_value"] = batch, groups, count, row_size(call.value.shape[3], call.cache_dtype)
-    if call.store:
-        expected["store_error"] = batch, groups, call.store
-    dtypes = {"ring_mask": torch.bool, "count": torch.int64, "store_error": torch.float32}
-    stored = call.cache_dtype or query.dtype
-    return all(
-        name in state and state[name].shape == shape and state[name].dtype == dtypes.get(name, stored)
-        for name, shape in expected.items()
-    )
+    return has_entries(state, window_entries(call))
 
 
 def _step(call: WindowedCall, state: State, learned: Tensors, numbers: Numbers) -> tuple[Tensor, State]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..calls import Mix, WindowedCall
 from ..common import DENOMINATOR_EPS, State, readable
+from ..kernel_inputs import has_entries, window_entries
 from ..windowed import LARGEST_GAP
 from . import padded_features, power_of_two
 from .attention import launch, map_arguments, mask_bytes, on_device, rows
@@ -165,18 +166,10 @@ def step(call: WindowedCall) -> tuple[Tensor, State] | None:
         return None
     if projected and 4 * padded_features(call) * power_of_two(size) > shared_bytes(query.device):
         return None
-    shapes: dict[str, tuple[int, ...]] = {
-        "kv": (batch, groups, call.num_features, value_size), "k_sum": (batch, groups, call.num_features),
-        "ring_key": (batch, groups, window, size), "ring_value": (batch, groups, window, value_size),
-        "ring_mask": (batch, window), "count": (batch,),
-    }  # fmt: skip
-    if sinks:
-        shapes |= {"sink_key": (batch, groups, sinks, size), "sink_value": (batch, groups, sinks, value_size)}
-    kinds = {"kv": torch.float32, "k_sum": torch.float32, "ring_mask": torch.bool, "count": torch.long}
-    if state.keys() != shapes.keys() or any(
-        state[name].shape != shape or state[name].dtype != kinds.get(name, query.dtype)
-        for name, shape in shapes.items()
-    ):
+    entries = window_entries(call)
+    entries["kv"] = (batch, groups, call.num_features, value_size), torch.float32
+    entries["k_sum"] = (batch, groups, call.num_features), torch.float32
+    if state.keys() != entries.keys() or not has_entries(state, entries):
         return None
     after: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     out = torch.empty(batch, heads, 1, value_size, dtype=value.dtype, device=value.device)
