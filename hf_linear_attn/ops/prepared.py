@@ -23,7 +23,7 @@ from .calls import AttentionInputs
 from .common import ACCELERATE_HOOK, InPlaceState, State, capacity_for
 from .kernel_inputs import DTYPES
 from .native import binding
-from .native.backend import unavailable_reason
+from .native.backend import has_float16, unavailable_reason
 
 #: The parts of a state that move through memory with each token.
 RING = ("ring_key", "ring_value")
@@ -79,6 +79,8 @@ def prepare_exact(mechanism: nn.Module, inputs: AttentionInputs, after: State) -
     if inputs.query.shape[2] != 1 or inputs.query.dtype not in DTYPES:
         return after
     if backends.get_backend() not in ("auto", "native") or unavailable_reason() is not None:
+        return after
+    if inputs.query.dtype is torch.float16 and not has_float16():
         return after
     weights = _Weights([], [(mechanism.__dict__, tuple(mechanism.__dict__.values()))], [])
     step = PreparedStep(mechanism, weights, inputs, [])

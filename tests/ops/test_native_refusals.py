@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from hf_linear_attn.ops.backends import select_backend
 from hf_linear_attn.ops.calls import KernelizedCall
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.ops.formulas import FusedMap
@@ -52,3 +53,16 @@ def test_derivatives_of_gradients_are_refused(causal):
         for source in sources:
             with pytest.raises(NotImplementedError, match=r"first derivatives only\..*use_backend\('torch'\)"):
                 torch.autograd.grad(gradient.sum(), source, retain_graph=True)
+
+
+def test_float16_is_left_to_torch_where_the_compiler_has_none(monkeypatch):
+    """GCC has it on x86 from version 12 on; kernels of an older one know two dtypes."""
+    functions = [lambda x, start: Features(x)] * 2
+    for dtype, reason in ((torch.float16, "has no float16"), (torch.bfloat16, None)):
+        q, k, v = (tensor.to(dtype) for tensor in qkv(5, groups=4))
+        call = KernelizedCall(q, k, v, *functions, (FusedMap("elu"), FusedMap("elu")), 6, True)
+        assert NativeBackend().unsupported_reason(call) is None
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_linear_attn.ops.native.backend._has_float16", lambda: False)
+            assert reason is None or reason in str(NativeBackend().unsupported_reason(call))
+            assert select_backend(call).name == ("native" if reason is None else "torch")

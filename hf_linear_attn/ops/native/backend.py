@@ -34,8 +34,15 @@ def unavailable_reason() -> str | None:
     return None
 
 
-#: The same; a constant where torch.compile traces a call.
+@functools.cache
+def has_float16() -> bool:
+    """Return whether the compiler of the kernels has float16: GCC on x86 from version 12 on."""
+    return bool(library().hla_has_float16())
+
+
+#: The same two; constants where torch.compile traces a call.
 _unavailable_reason = constant_result(lambda: unavailable_reason())
+_has_float16 = constant_result(lambda: has_float16())
 
 
 def _mix_matches(mix: Mix, query: Tensor) -> bool:
@@ -77,7 +84,10 @@ class NativeBackend:
                 return "windows over keys with a log scale are not fused"
             if not isinstance(call.log_mix, Tensor) and not _mix_matches(call.log_mix, call.query):
                 return "the mixing weights are on another device or of another shape"
-        return _unavailable_reason()
+        reason = _unavailable_reason()
+        if reason is None and call.query.dtype is torch.float16 and not _has_float16():
+            return "the compiler that made the kernels has no float16"
+        return reason
 
     def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         if isinstance(call, WindowedCall):

@@ -12,9 +12,11 @@ enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
     default: return 2;                                                                     \
   }
 #if defined(HLA_FLOAT16)
+#define HAS_FLOAT16 1
 #define HALF_CASE(function, call) \
   case FLOAT16: return hla::function<hla::Float16>(*(call));
 #else
+#define HAS_FLOAT16 0
 #define HALF_CASE(function, call)
 #endif
 
@@ -22,6 +24,7 @@ extern "C" {
 
 int hla_lanes() { return hla::LANES; }
 int64_t hla_call_bytes() { return sizeof(hla::Call); }
+int hla_has_float16() { return HAS_FLOAT16; }
 int hla_bidirectional(const hla::Call* call) { DISPATCH(bidirectional, call) }
 int hla_causal(const hla::Call* call) { DISPATCH(dispatch_causal, call) }
 int hla_bidirectional_backward(const hla::Call* call) { DISPATCH(bidirectional_backward, call) }
