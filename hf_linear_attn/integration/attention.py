@@ -75,7 +75,7 @@ def linear_attention_forward(
     _check_direction(call, declared)
     if context.masks_causal and attention_mask is not None and attention_mask.dim() == 2:
         call.causal = True
-        call.mask = AttentionInputs(query, key, value, scaling, call.causal, attention_mask).visible()
+        call.mask = call.visible()
     if context.ranks is not None:
         _check_slice(call, boundaries)
     return _attend(call) if boundaries is None else _attend_packed(call, boundaries)

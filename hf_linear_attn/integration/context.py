@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..config import CONFIG_FIELD as CONFIG_FIELD
 from ..config import LayerConfig
+from ..ops.calls import AttentionInputs
 from ..ops.common import ACCELERATE_HOOK
 from ..ops.ranks import Ranks
 
@@ -79,6 +80,10 @@ class InterfaceCall:
         """The layer as error messages name it."""
         kind = type(self.module).__name__
         return f"{kind} ({self.context.name})" if self.context.name else kind
+
+    def visible(self) -> Tensor:
+        """Return which keys each query may see, `[B | 1, H | 1, L, S]`; a full mask as it is."""
+        return AttentionInputs(self.query, self.key, self.value, self.scaling, self.causal, self.mask).visible()
 
 
 @dataclass

@@ -134,7 +134,7 @@ def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[T
     out, weights = _exact_output(call)
     observer = call.context.observer
     if mechanism is not None and observer is not None:
-        allowed = _visible_keys(call)
+        allowed = full_mask_to_bool(call.visible())
         padding = allowed if call.mask is not None and call.mask.dim() == 4 else call.mask
         tensors = (call.query, call.key, call.value, padding, allowed)
         replaced = observer(
@@ -163,7 +163,7 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     if takes_padding or is_4d:
         full: Tensor | None = mask
     elif call.context.causal and length > 1 and (mask is not None or length != keys or is_additive):
-        full = AttentionInputs(query, key, value, call.scaling, causal, mask).visible()
+        full = call.visible()
     else:
         full = None if mask is None else mask[:, None, None, :].expand(-1, 1, length, -1)
     if full is not None and not full.is_floating_point():
@@ -184,7 +184,7 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     module = _as_before(call.module, implementation) if "flash" in implementation else call.module
     out, weights = function(module, query, key, value, full, dropout=call.dropout, scaling=call.scaling, **kwargs)
     if weights is None and attention_weights_requested(kwargs):
-        weights = softmax_weights(query, key, _visible_keys(call), call.scaling).to(value.dtype)
+        weights = softmax_weights(query, key, full_mask_to_bool(call.visible()), call.scaling).to(value.dtype)
     return out, weights
 
 
@@ -209,12 +209,6 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
         f"The modeling file of {type(module).__name__} has no eager_attention_forward. Load the model with "
         "attn_implementation='sdpa'."
     )
-
-
-def _visible_keys(call: InterfaceCall) -> Tensor:
-    """Return which keys each query may see, `[B | 1, H | 1, L, S]`."""
-    inputs = AttentionInputs(call.query, call.key, call.value, call.scaling, call.causal, call.mask)
-    return full_mask_to_bool(inputs.visible())
 
 
 def attention_weights_requested(kwargs: dict[str, Any]) -> bool:

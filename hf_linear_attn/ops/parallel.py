@@ -14,7 +14,7 @@ from .calls import KernelizedCall, WindowedCall
 from .common import KVState, State, compute_dtype, finite_or_zero, mask_tokens, weighted_mean, with_ones
 from .kernelized import key_state, masked_key_features
 from .ranks import Ranks
-from .sinks import Sinks, first_with_number, take_tokens, token_numbers
+from .sinks import Sinks, first_with_number, repeated, take_tokens, token_numbers
 from .windowed import accumulate_bidirectional, pad_tokens
 
 
@@ -76,8 +76,7 @@ class Edges(NamedTuple):
         """Exchange those tokens of the own slice that are at `index [B, k]`, numbered as `token_numbers` says."""
         batch, _, length, _ = call.key.shape
         real = torch.ones_like(numbers, dtype=torch.bool) if call.mask is None else call.mask.expand(batch, -1)
-        twice = (index[:, :, None] == index[:, None, :]).tril(-1).any(dim=-1)
-        number = (numbers * real).gather(1, index) * ~twice
+        number = (numbers * real).gather(1, index) * ~repeated(index)
         state = _own_state(call.replace(mask=real.scatter(1, index, False)))
         tokens = (mask_tokens(take_tokens(tensor, index), number > 0) for tensor in (call.key, call.value))
         others, (key, value) = ranks.gather_states(state, *tokens)
@@ -175,7 +174,6 @@ def _exact_sinks(out: Tensor, call: WindowedCall, ranks: Ranks, position: Tensor
     """Replace the outputs of the sinks' queries, at `position [B, s]` relative to the slice, as `attend_from_sinks`."""
     key, value = (mask_tokens(x.to(compute_dtype(x)), call.mask) for x in (call.key, call.value))
     batch, groups, length, _ = key.shape
-    twice = (position[:, :, None] == position[:, None, :]).tril(-1).any(dim=-1)
     here = position.unsqueeze(-1) == torch.arange(length, device=key.device)  # [B, s, L]
     query = take_tokens(mask_tokens(call.query.to(key.dtype), call.mask), position.clamp(0, length - 1))
     query = ranks.total(mask_tokens(query, here.any(dim=-1)))
@@ -187,6 +185,6 @@ def _exact_sinks(out: Tensor, call: WindowedCall, ranks: Ranks, position: Tensor
     gathered, _ = ranks.gather_states(KVState(total.flatten(1, 2).unsqueeze(2), top.flatten(1)))
     total = _add_states(gathered, torch.ones(ranks.size, dtype=torch.bool, device=key.device)).total.squeeze(2)
     exact = weighted_mean(total).view(*query.shape[:3], -1)
-    here = here & ~twice.unsqueeze(-1)
+    here = here & ~repeated(position).unsqueeze(-1)
     scattered = here.to(exact.dtype).transpose(1, 2).unsqueeze(1) @ exact
     return mask_tokens(out, ~here.any(dim=1)) + scattered.to(out.dtype)

@@ -44,6 +44,11 @@ def token_numbers(mask: Tensor | None, batch: int, length: int, device: torch.de
     return mask.long().cumsum(dim=1).expand(batch, length)
 
 
+def repeated(index: Tensor) -> Tensor:
+    """Return which entries of `[B, n]` equal an earlier one of their row."""
+    return (index[:, :, None] == index[:, None, :]).tril(-1).any(dim=-1)
+
+
 def first_with_number(numbers: Tensor, requested: Tensor) -> Tensor:
     """Return the index of the token with each number `[B, n]`; any index where there is none."""
     if torch.compiler.is_exporting():  # to formats that have no binary search
@@ -127,8 +132,7 @@ def attend_from_sinks(out: Tensor, call: WindowedCall, sinks: Sinks | None) -> T
     exact = scaled_dot_product_attention(folded, key, value, attn_mask=allowed, scale=call.scaling)
     exact = exact.reshape(*query.shape[:3], -1).to(out.dtype)
     # A token that stands twice gets its gradient once.
-    twice = (sinks.position[:, :, None] == sinks.position[:, None, :]).tril(-1).any(dim=-1)
-    exact = torch.where(twice[:, None, :, None], exact.detach(), exact)
+    exact = torch.where(repeated(sinks.position)[:, None, :, None], exact.detach(), exact)
     index = sinks.position[:, None, :, None].expand(exact.shape)
     return out.scatter(2, index, exact) if out.requires_grad or exact.requires_grad else out.scatter_(2, index, exact)
 
