@@ -72,19 +72,7 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: P
                 )
             skipped.append(f"{index} ({layer.span})")
             continue
-        if layer.obstacle:
-            raise NotImplementedError(
-                f"Layer {index} ({layer.name}, {type(layer.module).__name__}) {layer.obstacle}. "
-                f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
-            )
-        if (layer.config._attn_implementation or "").startswith(SERVERS):
-            raise NotImplementedError(
-                f"attn_implementation={layer.config._attn_implementation!r} belongs to a server that keeps keys and "
-                "values itself, which linear attention does not have. Serve the model with Transformers' generate() "
-                "(attn_implementation='sdpa')."
-            )
-        entry = ATTENTIONS.get(layer_config.attention)
-        entry.check_direction(layer.causal, f", and layer {index} ({layer.name}) is")
+        _check_layer(model, index, layer, layer_config)
         planned[number] = layer, layer_config
     if not planned:
         reason = " Every layer is 'softmax'."
@@ -95,6 +83,30 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: P
                 "(sliding_window=None, or 'full_attention' in layer_types)."
             )
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
+    _check_shared_masks(root, [layer for _, layer in numbers.values()], planned)
+    _warn_of_flags(root, [layer for layer, _ in planned.values()])
+    return planned
+
+
+def _check_layer(model: PreTrainedModel, index: int, layer: AttentionLayer, layer_config: LayerConfig) -> None:
+    """Raise where a layer cannot be linear, or not by this mechanism."""
+    if layer.obstacle:
+        raise NotImplementedError(
+            f"Layer {index} ({layer.name}, {type(layer.module).__name__}) {layer.obstacle}. "
+            f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
+        )
+    if (layer.config._attn_implementation or "").startswith(SERVERS):
+        raise NotImplementedError(
+            f"attn_implementation={layer.config._attn_implementation!r} belongs to a server that keeps keys and "
+            "values itself, which linear attention does not have. Serve the model with Transformers' generate() "
+            "(attn_implementation='sdpa')."
+        )
+    entry = ATTENTIONS.get(layer_config.attention)
+    entry.check_direction(layer.causal, f", and layer {index} ({layer.name}) is")
+
+
+def _check_shared_masks(root: PreTrainedModel, layers: Sequence[AttentionLayer], planned: Plan) -> None:
+    """Raise where a part of the model that stays as it is reads masks made for the layers to patch."""
     configs = coupled_configs([root], [layer.config for layer, _ in planned.values()])
     foreign = foreign_attention(root, configs)
     if foreign:
@@ -103,15 +115,13 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: P
             "attention interface, from masks that it shares with the layers to patch. It would need to call "
             "ALL_ATTENTION_FUNCTIONS."
         )
-    for _, layer in numbers.values():
+    for layer in layers:
         # It would find another attention implementation than those that it makes a mask of the chosen keys for.
         if getattr(layer.module, "indexer", None) is not None and id(layer.config) in configs:
             raise NotImplementedError(
                 f"{type(root).__name__} cannot be patched: in {layer.name} ({type(layer.module).__name__}) an indexer "
                 "chooses the keys of each query, from masks that it shares with the layers to patch."
             )
-    _warn_of_flags(root, [layer for layer, _ in planned.values()])
-    return planned
 
 
 def _warn_of_flags(root: PreTrainedModel, layers: Sequence[AttentionLayer]) -> None:

@@ -156,10 +156,6 @@ static void divide_rows(const Call& c, const Strided& out, long b, long h, long 
     scale_all(numerator + (size_t)t * row, row, 1.0f / (denominator[t] > FLOOR ? denominator[t] : FLOOR));
   write_rows<T>(out, b, h, start, count, c.value_size, numerator, row);
 }
-template <typename T>
-static void divide_rows(const Call& c, long b, long h, long start, int count, float* numerator, const float* denominator) {
-  divide_rows<T>(c, c.out, b, h, start, count, numerator, denominator);
-}
 
 // Numerators and normalisers of rows from the keys of the state.
 static void read_state(int count, const FeatureBlock& queries, const State& state, float* out, float* normaliser) {
@@ -250,7 +246,7 @@ static int bidirectional(const Call& c) {
         const int count = (int)std::min<long>(stop - start, BLOCK);
         queries.read<T>(c.query, b, h, start, count, nullptr);
         read_state(count, queries, state, block, normaliser);
-        divide_rows<T>(c, b, h, start, count, block, normaliser);
+        divide_rows<T>(c, c.out, b, h, start, count, block, normaliser);
       }
     }
   });
@@ -357,7 +353,7 @@ static int causal(const Call& c) {
           if (has_decay) decay.apply_to_queries(queries.features, count);
           causal_rows(count, queries, keys, transposed, value, state, has_state, weights, out, normaliser);
           if (c.normaliser) memcpy(c.normaliser + (b * c.heads + h) * c.length + start, normaliser, count * sizeof(float));
-          divide_rows<T>(c, b, h, start, count, out, normaliser);
+          divide_rows<T>(c, c.out, b, h, start, count, out, normaliser);
         }
         start += count;
         if (start < c.length || c.next_state) {  // else the state is not read again

@@ -747,7 +747,7 @@ static int windowed(const Call& c) {
           const size_t index = (s.b * c.heads + h) * c.length + start;
           if (c.normaliser) memcpy(c.normaliser + index, normaliser, count * sizeof(float));
           if (c.top) memcpy(c.top + index, top, count * sizeof(float));
-          divide_rows<T>(c, s.b, h, start, count, out, normaliser);
+          divide_rows<T>(c, c.out, s.b, h, start, count, out, normaliser);
         }
         if (start + count < length || c.next_state) far.add_keys(c, start, count);
       }
