@@ -79,14 +79,15 @@ def window_entries(call: WindowedCall) -> dict[str, tuple[tuple[int, ...], torch
     """Return sizes and dtypes of what the state of a windowed call has beside its sums."""
     batch, groups, _, size = call.key.shape
     stored = call.cache_dtype or call.query.dtype
-    sizes = {name: row_size(width, call.cache_dtype) for name, width in (("key", size), ("value", call.value.shape[3]))}
+    key_size, value_size = row_size(size, call.cache_dtype), row_size(call.value.shape[3], call.cache_dtype)
     entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "ring_mask": ((batch, call.window), torch.bool),
         "count": ((batch,), torch.int64),
     }
     for prefix, tokens in (("ring", call.window), ("sink", call.sinks), ("store", call.store)):
         if tokens:
-            entries |= {f"{prefix}_{name}": ((batch, groups, tokens, row), stored) for name, row in sizes.items()}
+            entries[f"{prefix}_key"] = (batch, groups, tokens, key_size), stored
+            entries[f"{prefix}_value"] = (batch, groups, tokens, value_size), stored
     if call.store:
         entries["store_error"] = (batch, groups, call.store), torch.float32
     return entries
@@ -94,10 +95,11 @@ def window_entries(call: WindowedCall) -> dict[str, tuple[tuple[int, ...], torch
 
 def has_entries(state: State, entries: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
     """Return whether a state has these entries, of these sizes and dtypes."""
-    return all(
-        name in state and state[name].shape == shape and state[name].dtype == dtype
-        for name, (shape, dtype) in entries.items()
-    )
+    for name, (shape, dtype) in entries.items():
+        tensor = state.get(name)
+        if tensor is None or tensor.shape != shape or tensor.dtype is not dtype:
+            return False
+    return True
 
 
 def _state_matches(call: BackendCall, state: State) -> bool:
