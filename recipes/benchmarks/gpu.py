@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
 from hf_linear_attn.ops import backends
-from hf_linear_attn.ops.check import FAILURES, relative_error
+from hf_linear_attn.ops.check import failures, relative_error
 from hf_linear_attn.utils.timing import sample_interleaved
 
 from . import workloads
@@ -103,7 +103,7 @@ def _or_failure(measure: Callable[[], Rows]) -> Rows:
     """Return the rows, or what went wrong: the other cells must be known all the same."""
     try:
         return measure()
-    except FAILURES as error:
+    except failures() as error:
         return [{"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}]
 
 
