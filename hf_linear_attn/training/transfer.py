@@ -135,11 +135,12 @@ def transfer_attention(
         loss: `"weights"`, `"outputs"` or `"auto"`: outputs for `gla` and for `window` in decoders, weights for others
             whose weights are a distribution and known for some of the queries, outputs otherwise.
         validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
-            of the best evaluation remain, those of the start if nothing was better.
+            of the best evaluation remain, those of the start if nothing was better. The loss is the mean over batches,
+            weighted by their real tokens.
         evaluate_every: Steps between two evaluations.
         patience: End after so many evaluations in a row without a better one; None: never.
         gradient_accumulation_steps: Batches of one step.
-        max_grad_norm: Largest norm of the gradient, per layer; 0: no limit.
+        max_grad_norm: Largest norm of the gradient of all layers together, divided by their number; 0: no limit.
         checkpoint: A file that holds the state of the run, written by the first process. If it exists, the run goes on
             from there, and ends on a CPU with the same bits as an undisturbed one, given the same batches and number of
             threads. SIGINT and SIGTERM write it and raise an `InterruptedRunError`.
@@ -148,13 +149,13 @@ def transfer_attention(
             stays where it is.
         progress: Called as `progress(step, steps, loss)` after each step.
         log: Called with the `step` and `loss`, `grad_norm`, `learning_rate` of each step, and with the `step` and
-            `eval_loss` of each evaluation.
+            `eval_loss` of each evaluation. The `grad_norm` is that of all layers together, before it is limited.
 
     Returns:
         The losses and the step whose parameters remain.
 
     Raises:
-        TypeError: `model` is no `PreTrainedModel`, or a batch is no dict.
+        TypeError: `model` is no `PreTrainedModel`, a batch is no dict, or `batches` can be read once only.
         ValueError: The model is not patched, there are no batches, an option is invalid, or the checkpoint was written
             with other options.
         InterruptedRunError: A signal; the checkpoint has been written.
@@ -165,6 +166,9 @@ def transfer_attention(
     )
     for name, value in (("batches", batches), ("validation", validation)):
         refuse_single_batch(value, name)
+    if isinstance(batches, Iterator):
+        remedy = "Pass a list, a DataLoader, or another iterable that begins anew each time."
+        raise TypeError(f"batches is a {type(batches).__name__}, which can be read once only. {remedy}")
     check_patched(model)
     if not any(True for mechanism in _mechanisms(model) for _ in mechanism.parameters()):
         return TransferResult()
@@ -285,9 +289,15 @@ class _Run:
         return losses
 
     def _evaluate(self) -> None:
-        """Evaluate on the validation batches, and keep the parameters if they are the best so far."""
-        result = self.result
-        score = float(_average(torch.stack([self._loss(batch).mean() for batch in self.held_out]).mean()))
+        """Evaluate on the validation batches, each by its tokens; keep the parameters if they are the best so far."""
+        result, total = self.result, torch.zeros(2, dtype=torch.float64, device=self.parameters[0].device)
+        for batch in self.held_out:
+            before = self.objective.tokens
+            loss, tokens = self._loss(batch).double().mean(), self.objective.tokens - before
+            total += torch.stack([loss * tokens, torch.full_like(loss, tokens)])
+        summed, count = _average(total).tolist()
+        score = summed / count
+        check_finite_loss(score, result.steps, self.rates[0], "Look for NaN in validation and weights, or lower lr")
         if result.best_step is None or score < dict(result.evaluations)[result.best_step]:
             result.best_step = result.steps
             self.best = [parameter.detach().clone() for parameter in self.parameters]
@@ -527,7 +537,7 @@ class _Stream(Iterator[Batch]):
                     self.epoch, self.index = epoch, count
                     yield batch
             if not count:
-                raise ValueError("batches ran out. Pass a list or a DataLoader, which can be repeated.")
+                raise ValueError("There are no batches to train on.")
             if not useful:
                 return
             epoch, start = epoch + 1, 0

@@ -225,6 +225,32 @@ def test_a_loss_that_is_no_number_puts_everything_back() -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
+def test_validation_batches_count_by_their_tokens() -> None:
+    """A last batch of one short row has no more weight than its tokens."""
+    rows = [
+        {name: value[row : row + 1, :length] for name, value in batch().items()} for row, length in enumerate(LENGTHS)
+    ]
+    model, scores = model_of("hedgehog", BERT), []
+    for held_out in ([batch()], rows, [rows[0], {name: value[1:] for name, value in batch().items()}]):
+        options: dict[str, Any] = {"steps": 1, "loss": "weights", "validation": held_out}
+        scores.append(transfer_attention(copy.deepcopy(model), [batch(1)], **options).evaluations[0][1])
+    assert scores[1:] == pytest.approx([scores[0]] * 2, rel=1e-5)
+
+
+def test_a_validation_loss_that_is_no_number_is_an_error() -> None:
+    """Nothing is less than NaN: the start would be the best step of any run."""
+    model = model_of("hedgehog", BERT)
+    spoiled = {"inputs_embeds": torch.full((1, 8, model.config.hidden_size), float("nan"))}
+    with pytest.raises(FloatingPointError, match=r"became nan at step 0\. Look for NaN in validation"):
+        transfer_attention(model, [batch()], steps=2, validation=[batch(1), spoiled])
+
+
+def test_batches_that_can_be_read_once_only_are_an_error() -> None:
+    """Calibration would take the first of them, and a resumed run others than an undisturbed one."""
+    with pytest.raises(TypeError, match="batches is a generator, which can be read once only"):
+        transfer_attention(model_of("hedgehog", BERT), (batch(seed) for seed in range(9)), steps=2)
+
+
 def test_batches_that_are_attended_to_exactly_are_left_out() -> None:
     """In a batch of inputs within the window there is nothing to learn."""
     short = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
