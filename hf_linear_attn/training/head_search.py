@@ -197,10 +197,11 @@ def find_exact_heads(
 
         gain = -∂ D / ∂g,
 
-    where D is the loss of the next tokens in a language model, and otherwise the divergence of the outputs from
-    those of the exact model: of logits in nats, or `1 - cosine` of mean-pooled embeddings. The learned gates of
-    DuoAttention (Xiao et al. 2024, arXiv:2410.10819) minimise such a divergence; here one backward pass ranks all heads
-    at once. A batch costs some five forward passes; layers are checkpointed, for the sake of memory.
+    where D is the loss of the next tokens in a language model, and otherwise the divergence of the outputs from those
+    of the exact model: of logits in nats (squared differences in regression), or `1 - cosine` of mean-pooled
+    embeddings; the mean over all tokens or rows. The learned gates of DuoAttention (Xiao et al. 2024, arXiv:2410.10819)
+    minimise such a divergence; here one backward pass ranks all heads at once. A batch costs some five forward passes;
+    layers are checkpointed, for the sake of memory.
 
     Args:
         model: A model with exact attention, which is unchanged.
@@ -216,7 +217,7 @@ def find_exact_heads(
         options: Options of the mechanism. What it would learn has the values that `calibrate` finds on the text.
 
     Raises:
-        ValueError: The model is patched, there is no text, or numbers are out of range.
+        ValueError: The model is patched, there is no text, numbers are out of range, or the loss is not finite.
         TypeError: One batch instead of a list of them, or a text without a tokenizer.
         NotImplementedError: As in `patch_model`.
     """
@@ -243,7 +244,7 @@ def find_exact_heads(
         layer: torch.tensor([float(head in chosen.get(layer, ())) for head in range(count)], requires_grad=True)
         for layer, count in heads.counts.items()
     }
-    gains: dict[int, Tensor] = {}
+    gains, measured = dict[int, Tensor](), 0
     is_language_model = predicts_next_tokens(gated)
     with frozen(gated):
         for batch in batches:
@@ -254,12 +255,17 @@ def find_exact_heads(
                 if not is_language_model:
                     with torch.no_grad(), exact_attention(gated):
                         exact = gated(**inputs)
-                loss = model_losses(outputs, inputs, exact).mean()
-                gradients = torch.autograd.grad(loss, list(heads.gates.values()), allow_unused=True)
+                losses = model_losses(outputs, inputs, exact, getattr(gated.config, "problem_type", None))
+                gradients = torch.autograd.grad(losses.sum(), list(heads.gates.values()), allow_unused=True)
+            measured += len(losses)
             for layer, gradient in zip(heads.gates, gradients, strict=True):
                 if gradient is not None:  # the inputs go through this layer
-                    gains[layer] = gains.get(layer, 0.0) - gradient / len(batches)
-    gain = heads_table(gains, "gain")
+                    gains[layer] = gains.get(layer, 0.0) - gradient
+    if not measured or not all(total.isfinite().all() for total in gains.values()):
+        problem = "No gain of a head is known: there is nothing to predict, or the loss is not finite."
+        remedy = "Give batches with two real tokens or more, and a model without NaN or infinite weights."
+        raise ValueError(f"{problem} {remedy}")
+    gain = heads_table({layer: total / measured for layer, total in gains.items()}, "gain")
     table = gain if probed is None else probed.merge(gain, on=["layer", "head"])
     return ExactHeads.first_rows(table, 0, {"attention": attention, **options}).with_share(share, retrieval_share)
 

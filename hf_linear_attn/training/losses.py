@@ -132,14 +132,19 @@ def _logits_losses(student: Tensor, teacher: Tensor, temperature: float) -> Tens
     return temperature**2 * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
-def model_losses(outputs: Any, inputs: Mapping[str, Tensor], exact: Any | None) -> Tensor:
+def model_losses(
+    outputs: Any, inputs: Mapping[str, Tensor], exact: Any | None, problem_type: str | None = None
+) -> Tensor:
     """Return the loss of each next token, or the divergence of each output from that of exact attention if given.
 
     The divergence is that of logits in nats, one for each row or real token, or `1 - cosine` of mean-pooled embeddings.
+    The `problem_type` of the model's config says what logits are: of `multi_label_classification` each is a
+    distribution of its own, and of `regression` a number, whose squared differences are summed.
     """
     if exact is None:
         return _next_token_losses(outputs.logits, inputs)
-    return _output_divergences(outputs, exact, inputs.get("attention_mask"))
+    mask = "decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask"
+    return _output_divergences(outputs, exact, inputs.get(mask), problem_type)
 
 
 def _next_token_losses(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -155,7 +160,7 @@ def _next_token_losses(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return losses[labels != IGNORED]
 
 
-def _output_divergences(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:
+def _output_divergences(outputs: Any, exact: Any, attention_mask: Tensor | None, problem_type: str | None) -> Tensor:
     """Return the divergence of each output from the exact one: of rows, real tokens or embeddings."""
     if "logits" not in outputs:
         if "last_hidden_state" not in outputs:
@@ -167,7 +172,12 @@ def _output_divergences(outputs: Any, exact: Any, attention_mask: Tensor | None)
         ones = torch.ones_like(output[..., 0], dtype=torch.bool)
         real = ones if attention_mask is None else attention_mask.bool()
         output, target = output[real], target[real]
-    return _logits_losses(output, target, 1.0)
+    if problem_type == "multi_label_classification":
+        output, target = (torch.stack([torch.zeros_like(part), part], dim=-1) for part in (output, target))
+    else:
+        dim = -1 if problem_type == "regression" else -2
+        output, target = output.unsqueeze(dim), target.unsqueeze(dim)
+    return _logits_losses(output, target, 1.0).sum(-1)
 
 
 def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:

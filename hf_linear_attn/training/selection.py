@@ -58,11 +58,11 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
 
     A closed part has weights of zero: only window, sinks and store of the layer remain. The loss is that of the next
     tokens in a language model, and otherwise the divergence of the outputs from those of exact attention: of logits in
-    nats, or `1 - cosine` of mean-pooled embeddings. A part is closed if the loss is lower without it by more than the
-    standard error of the difference, over tokens or rows: closing by less would fit the noise of a few rows. If then
-    the model with all parts open, or with none, is better by more than the standard error, that remains. This takes a
-    pass over the batches for each layer with such a part, and at most three more. Batches must be held out: a part fits
-    its training text, and can do harm on any other.
+    nats (squared differences in regression), or `1 - cosine` of mean-pooled embeddings. A part is closed if the loss is
+    lower without it by more than the standard error of the difference, over tokens or rows: closing by less would fit
+    the noise of a few rows. If then the model with all parts open, or with none, is better by more than the standard
+    error, that remains. This takes a pass over the batches for each layer with such a part, and at most three more.
+    Batches must be held out: a part fits its training text, and can do harm on any other.
 
     Args:
         model: A patched model. Layers without a window, or without an open part, are left as they are.
@@ -89,6 +89,7 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
     }
     if not weights:
         return LinearParts(pd.DataFrame(columns=COLUMNS), {})
+    kind = getattr(model.config, "problem_type", None)
     with evaluation_mode(model):
         exact: list[Any] = [None] * len(inputs)
         if not predicts_next_tokens(model):
@@ -99,7 +100,7 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
         def losses_with(opened: frozenset[int]) -> Tensor:
             with _only(opened, weights):
                 pairs = zip(inputs, exact, strict=True)
-                return torch.cat([model_losses(model(**batch), batch, target).double() for batch, target in pairs])
+                return torch.cat([model_losses(model(**batch), batch, one, kind).double() for batch, one in pairs])
 
         def excess(opened: frozenset[int], other: frozenset[int]) -> tuple[float, float]:
             """Return by how much the loss is above another one, and the standard error of the difference."""

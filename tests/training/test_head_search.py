@@ -123,6 +123,26 @@ def test_gains_are_derivatives_of_the_divergence(architecture: str, groups: int)
         assert row.gain == pytest.approx((ends[0] - ends[1]) / 6e-4, rel=5e-3, abs=2e-4)
 
 
+def test_gains_are_means_over_tokens_however_these_are_batched() -> None:
+    """A row without a token to predict adds nothing, and makes no gain NaN."""
+    model, whole = tiny_model("llama"), batch_of()
+    rows = [{"input_ids": ids[mask.bool()][None]} for ids, mask in zip(*whole.values(), strict=True)]
+    for batches in (rows, [*rows, {"input_ids": rows[0]["input_ids"][:, :1]}]):
+        result = find_exact_heads(model, None, batches, "elu", share=0.5)
+        expected = find_exact_heads(model, None, [whole], "elu", share=0.5)
+        assert result.heads == expected.heads
+        assert result.table["gain"].tolist() == pytest.approx(expected.table["gain"].tolist(), rel=1e-3)
+
+
+def test_a_loss_that_says_nothing_of_heads_is_an_error() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="there is nothing to predict"):
+        find_exact_heads(model, None, [{"input_ids": torch.ones(1, 1, dtype=torch.long)}], "elu")
+    model.lm_head.weight.data[:] = float("nan")
+    with pytest.raises(ValueError, match="the loss is not finite"):
+        find_exact_heads(model, None, [batch_of()], "elu")
+
+
 def best_gain(result: ExactHeads, start: int) -> tuple[int, int]:
     """The head of greatest gain among those that the probe ranks from `start` on."""
     table = result.table.sort_values("score", ascending=False, kind="stable")[start:]

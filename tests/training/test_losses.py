@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2LMHeadModel
+from transformers.modeling_outputs import Seq2SeqLMOutput, SequenceClassifierOutput
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.exact import AttentionCall
@@ -275,6 +276,28 @@ def test_the_next_tokens_of_a_padded_batch_are_those_of_its_rows(side: str) -> N
     padded, alone = padded_batch(tokens, side), [{"input_ids": row[None]} for row in tokens]
     losses = [model_losses(model(**batch), batch, None) for batch in (padded, *alone)]
     assert_close(losses[0], torch.cat(losses[1:]))
+
+
+@pytest.mark.parametrize("problem", ["multi_label_classification", "regression", "single_label_classification"])
+def test_the_divergence_is_that_of_the_problem(problem: str) -> None:
+    """Of several labels each is a coin of its own; several numbers have no distribution at all."""
+    exact, own = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)).double()
+    coins = [torch.distributions.Bernoulli(logits=part) for part in (exact, own)]
+    classes = [torch.distributions.Categorical(logits=part) for part in (exact, own)]
+    expected = {
+        "multi_label_classification": torch.distributions.kl_divergence(*coins).sum(-1),
+        "regression": (exact - own).square().sum(-1),
+        "single_label_classification": torch.distributions.kl_divergence(*classes),
+    }
+    outputs = [SequenceClassifierOutput(logits=part) for part in (own, exact)]
+    assert_close(model_losses(outputs[0], {}, outputs[1], problem).double(), expected[problem])
+
+
+def test_the_outputs_of_a_decoder_have_its_mask() -> None:
+    mask, other = torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 0]])
+    outputs = [Seq2SeqLMOutput(logits=torch.randn(1, 3, 4)) for _ in range(2)]
+    inputs = {"attention_mask": other, "decoder_input_ids": mask, "decoder_attention_mask": mask}
+    assert len(model_losses(outputs[0], inputs, outputs[1])) == 2
 
 
 @pytest.mark.parametrize("attention", ["window", "hedgehog", "exact"])
