@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker, check_positions, documents_with_a_needle
 from ..data.text import pad_token, padded_batches
+from ..integration.packing import restarting_mixer
 from ..utils.models import evaluation_mode
 from ..utils.options import check_argument
 from ..utils.progress import OnBatch, report_nothing
@@ -196,13 +197,15 @@ def _prompts(
 def generate_answers(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:
     """Yield the greedy answer to each prompt, whatever the model's generation config says.
 
-    Prompts that follow each other and share a text are answered after one pass over it.
+    Prompts that follow each other and share a text are answered after one pass over it, unless a part of the model
+    (Jamba's Mamba) would begin anew after it.
     """
+    shares = not restarting_mixer(model)
     groups = [list(group) for _, group in itertools.groupby(prompts, key=lambda prompt: prompt.ids[: prompt.shared])]
     for start in range(0, len(groups), batch_size):
         part = groups[start : start + batch_size]
         cache = None
-        if len(part[0]) > 1:
+        if len(part[0]) > 1 and shares:
             shared = min(group[0].shared for group in part)
             with torch.no_grad(), evaluation_mode(model):
                 ids = torch.tensor([group[0].ids[:shared] for group in part], device=model.device)

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig, PreTrainedTokenizerFast
 
 import hf_linear_attn as hla
-from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker
+from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker
 from hf_linear_attn.measure.recall import Recall, generate_answers, measure_recall, wilson_interval
 
+from ..architectures.models import architecture_model
+from ..inputs import token_ids
 from ..tiny_models import VOCABULARY, tiny_model
 from ..tiny_text import tiny_tokenizer
 
@@ -198,6 +200,21 @@ def test_questions_about_one_text_share_a_pass_over_it(attention: str | None) ->
     prompts += PROMPT_FUNCTIONS["niah_multikey_1"](maker, random.Random(1), 200, (0.1, 0.5, 0.9))
     prompts = [replace(prompt, new_tokens=number) for number, prompt in enumerate(prompts, start=3)]
     together = list(generate_answers(model, prompts, 2, 0))  # no answer has the tokens that a longer one may have
+    assert together == [next(generate_answers(model, [prompt], 1, 0)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("attention", [None, "elu"])
+def test_a_question_follows_the_state_of_its_text(attention: str | None) -> None:
+    """Jamba's Mamba begins anew where several tokens follow a cache: it reads each prompt as a whole."""
+    model: Any = architecture_model("jamba").eval()
+    if attention is not None:
+        hla.patch_model(model, attention)
+    for name, parameter in model.named_parameters():
+        if "mamba" in name:
+            parameter.data *= 4
+    text = token_ids(1, 40, seed=0)[0].tolist()
+    prompts = [Prompt([*text, first, 7, 9], [[1]], [1], len(text), 0.5, 8) for first in (5, 11)]
+    together = list(generate_answers(model, prompts, 1, 0))
     assert together == [next(generate_answers(model, [prompt], 1, 0)) for prompt in prompts]
 
 
