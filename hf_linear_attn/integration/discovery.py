@@ -18,7 +18,9 @@ from .context import attention_modules
 from .models import model_around, parent_names
 
 #: Names of modules that attend to another sequence.
-CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder|^x_attn$", re.IGNORECASE)
+CROSS_ATTENTION = re.compile(
+    r"cross|encoder_attn|encdec|enc_dec|encoder_decoder|^x_attn$|attn_token_to_image", re.IGNORECASE
+)
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 #: With latent attention (DeepSeek), `head_dim` is the rotated part of a head only.

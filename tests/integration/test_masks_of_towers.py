@@ -182,6 +182,6 @@ def test_a_q_former_attends_to_as_many_patches_as_it_has_queries():
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize(("model_type", "count"), [("pix2struct", 2), ("kosmos-2", 1)])
+@pytest.mark.parametrize(("model_type", "count"), [("pix2struct", 2), ("kosmos-2", 1), ("sam", 5), ("sam_hq", 5)])
 def test_cross_attention_that_only_the_names_around_it_tell(model_type, count):
     assert sum(layer.cross for layer in find_attention(architecture_model(model_type))) == count
