@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.task_data import IGNORED
@@ -147,6 +151,8 @@ class FinetuningTrainer(ResumableTrainer):
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         names = {cls.__name__ for cls in type(base).__mro__}
         self._loss_shifts_labels = not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        if not names.isdisjoint(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):  # XLM's class is of both kinds
+            self._loss_shifts_labels = self._loss_shifts_labels and bool(getattr(base.config, "causal", False))
         problem, count = getattr(base.config, "problem_type", None), base.config.num_labels
         if problem == "regression" and count > 1:
             raise ValueError(
@@ -333,7 +339,8 @@ class DistillationTrainer(FinetuningTrainer):
         kwargs: As of `transformers.Trainer`.
 
     Raises:
-        ValueError: There is neither a teacher nor an adapter.
+        ValueError: There is neither a teacher nor an adapter; in `train`, weights of its own that a student without a
+            teacher would change.
     """
 
     config_class = DistillationConfig
@@ -357,10 +364,25 @@ class DistillationTrainer(FinetuningTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `FinetuningTrainer` does. Meanwhile the teacher has no gradients and no dropout."""
-        if self.teacher is not None:
+        if self.teacher is None:
+            self._check_own_teacher()
+        else:
             self.teacher = shard_frozen_model(self.accelerator, self.teacher)
         with nullcontext() if self.teacher is None else frozen(self.teacher):
             return super().train(*args, **kwargs)
+
+    def _check_own_teacher(self) -> None:
+        """Raise a ValueError if training changes what the student is with its adapters off: its teacher."""
+        student: Any = self.model
+        trained = {name for name, value in student.named_parameters() if value.requires_grad and not is_learned(name)}
+        with student.disable_adapter():  # in which adapters need no gradient
+            left = {name for name, value in student.named_parameters() if value.requires_grad}
+        if changed := sorted(name for name in trained & left if not name.startswith("prompt_encoder.")):
+            problem = f"{changed[0]} and {len(changed) - 1} more" if len(changed) > 1 else changed[0]
+            raise ValueError(
+                f"Training would change the teacher, which is this model with its adapters off: {problem} are no "
+                "adapters. Freeze them (bias='none' in LoRA), train them by modules_to_save, or pass teacher_model."
+            )
 
     def loss_terms(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2LMHeadModel
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    GPT2LMHeadModel,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
 from transformers.modeling_outputs import Seq2SeqLMOutput, SequenceClassifierOutput
 
 import hf_linear_attn as hla
@@ -34,7 +41,7 @@ from hf_linear_attn.utils.models import mean_pooling
 from tests.comparing import assert_close
 from tests.inputs import padded_batch, qkv, token_ids
 from tests.small import mechanism, patched
-from tests.tiny_models import BERT, GPT2, tiny_model
+from tests.tiny_models import BERT, GPT2, VOCABULARY, tiny_model
 from tests.training.tiny_data import Rows, classifier, collate, config, logged
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -443,6 +450,21 @@ def test_a_subclass_of_a_language_model_is_one(tmp_path: Path) -> None:
     model: Any = tiny_model("gpt2", Mine)
     rows = Rows(8, targets="tokens")
     assert first_loss(model, rows, tmp_path, learning_rate=1e-9) == pytest.approx(own_loss(model, collate(rows.rows)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_class_of_both_kinds_predicts_as_its_config_says(causal: bool, tmp_path: Path) -> None:
+    """XLM's language model, which predicts the token in its place or the next one."""
+    sizes = {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 1, "n_heads": 2, "dropout": 0.0}
+    model: Any = XLMWithLMHeadModel(XLMConfig(causal=causal, attention_dropout=0.0, **sizes))
+    rows = Rows(8, targets="tokens")
+    batch = collate(rows.rows)
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        logits = model.eval()(**batch).logits
+    logits, labels = (logits[:, :-1], labels[:, 1:]) if causal else (logits, labels)
+    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert first_loss(model, rows, tmp_path, learning_rate=1e-9) == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

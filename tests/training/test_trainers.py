@@ -405,6 +405,26 @@ def test_a_student_needs_a_teacher(tmp_path: Path) -> None:
         DistillationTrainer(hla.patch_model(classifier(), "hedgehog"), None, config(tmp_path, DistillationConfig))
 
 
+@pytest.mark.parametrize("own", ["bias", "weight", "none"])
+def test_a_teacher_within_adapters_does_not_change(own: str, tmp_path: Path) -> None:
+    """Biases and weights of the base model stay as they were trained where the adapters are off."""
+    options: dict[str, Any] = {"bias": "all"} if own == "bias" else {"modules_to_save": ["classifier"]}
+    patched: Any = hla.patch_model(classifier(), "hedgehog")
+    student: Any = get_peft_model(patched, LoraConfig(r=2, target_modules=["query", "value"], **options))
+    if own == "weight":
+        student.get_base_model().bert.embeddings.word_embeddings.weight.requires_grad_(True)
+    arguments = config(tmp_path, DistillationConfig, learning_rate=1e-2, max_steps=2)
+    trainer = DistillationTrainer(student, None, arguments, train_dataset=Rows(8), data_collator=collate)
+    inputs = {name: value for name, value in collate(Rows(4).rows).items() if name != "labels"}
+    before = trainer.teacher_outputs(inputs, False).logits
+    if own == "none":
+        trainer.train()
+        assert torch.equal(trainer.teacher_outputs(inputs, False).logits, before)
+    else:
+        with pytest.raises(ValueError, match=rf"would change the teacher.*{own}.* no adapters"):
+            trainer.train()
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Configs, callbacks, batches
 
