@@ -364,10 +364,11 @@ class DistillationTrainer(FinetuningTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `FinetuningTrainer` does. Meanwhile the teacher has no gradients and no dropout."""
-        if self.teacher is None:
-            self._check_own_teacher()
-        else:
+        config, has_head = self.args, self._task_loss is losses.task_loss
+        if self.teacher is not None:
             self.teacher = shard_frozen_model(self.accelerator, self.teacher)
+        elif config.logits_weight or config.hidden_weight or not has_head:
+            self._check_own_teacher()
         with nullcontext() if self.teacher is None else frozen(self.teacher):
             return super().train(*args, **kwargs)
 
@@ -417,7 +418,7 @@ class DistillationTrainer(FinetuningTrainer):
             target_rows, _ = losses.select_targets(expected, labels, shift)
             parts["logits"] = losses.logits_loss(rows, target_rows, config.temperature)
         if with_hidden:
-            if outputs.hidden_states is None or target.hidden_states is None:
+            if any(getattr(one, "hidden_states", None) is None for one in (outputs, target)):
                 raise NotImplementedError(f"{type(self.model).__name__} has no hidden_states. Set hidden_weight=0.")
             states, mask = [state[:, carried:] for state in target.hidden_states], inputs.get("attention_mask")
             errors = losses.hidden_loss(outputs.hidden_states, states, None if mask is None else mask[:, carried:])

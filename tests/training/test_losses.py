@@ -15,6 +15,8 @@ from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
+    BartConfig,
+    BartForConditionalGeneration,
     GPT2LMHeadModel,
     XLMConfig,
     XLMWithLMHeadModel,
@@ -283,6 +285,25 @@ def test_the_next_tokens_of_a_padded_batch_are_those_of_its_rows(side: str) -> N
     padded, alone = padded_batch(tokens, side), [{"input_ids": row[None]} for row in tokens]
     losses = [model_losses(model(**batch), batch, None) for batch in (padded, *alone)]
     assert_close(losses[0], torch.cat(losses[1:]))
+
+
+def test_distillation_of_an_encoder_decoder(tmp_path: Path) -> None:
+    """Of the tokens with a label, by outputs alone: its hidden states are of two sequences."""
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    shape: dict[str, Any] = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "dropout": 0.0, **sides}
+    teacher = BartForConditionalGeneration(BartConfig(init_std=0.3, vocab_size=VOCABULARY, **shape)).eval()
+    student = hla.patch_model(copy.deepcopy(teacher), "elu")
+    batch = padded_batch([token_ids(1, length, seed=length)[0] for length in (9, 5)], "right")
+    batch["labels"] = token_ids(2, 7, seed=1)
+    batch["labels"][0, 4:] = -100
+    parts = terms(student, teacher, batch, tmp_path, hidden_weight=0.0, temperature=2.0)[0]
+    real = batch["labels"] != -100
+    with torch.no_grad():
+        own, expected = (model(**batch).logits[real] for model in (student, teacher))
+    close(parts["task"], functional.cross_entropy(own, batch["labels"][real], reduction="sum").item())
+    close(parts["logits"], divergence_of(own.tolist(), expected.tolist(), 2.0))
+    with pytest.raises(NotImplementedError, match="BartForConditionalGeneration has no hidden_states"):
+        terms(student, teacher, batch, tmp_path, hidden_weight=1.0)
 
 
 @pytest.mark.parametrize("problem", ["multi_label_classification", "regression", "single_label_classification"])
