@@ -14,7 +14,7 @@ from .integration.context import SUBMODULE, in_memory, is_patched
 from .integration.discovery import self_attention
 from .integration.install import installed_layers
 from .integration.model_class import install, name_patched, uninstall
-from .integration.models import base_class, check_model, check_patched
+from .integration.models import base_class, check_model, check_patched, has_adapter
 from .integration.positions import (
     PositionChange,
     check_max_length,
@@ -82,6 +82,12 @@ def patch_model(
         config, positions = _plan_length(model, config, max_length)
     for root in install(model, config, positions):
         name_patched(root)
+        if has_adapter(root):
+            logger.warning(
+                f"This {type(root).__name__} has an adapter already, whose file will hold neither {SUBMODULE!r} nor "
+                "that its base is patched: loaded again, it would run on the exact model. Patch the model before "
+                f"get_peft_model, with {SUBMODULE!r} in modules_to_save, or merge the adapter and save the model."
+            )
     if positions.added and "sentence_transformers" in sys.modules:
         logger.warning(
             f"The positions of this {type(model).__name__} go up to {max_length} tokens now. A SentenceTransformer "

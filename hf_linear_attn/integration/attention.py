@@ -20,6 +20,7 @@ from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, 
 from .discovery import Direction, config_value, declared_direction
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask, padding_of
+from .models import has_adapter
 from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_numbers, documents_of, run_packed
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ def _warn_of_adapter(call: InterfaceCall, mechanism: LinearAttention) -> None:
     if not getattr(feature_map, "redraws", False):
         return
     root = forward_context.runs[0].module if forward_context.runs else call.module
-    if any(hasattr(type(part), "adapter_layer_names") for part in root.modules()):
+    if has_adapter(root):
         logger.warning_once(  # type: ignore[attr-defined]
             f"redraw_every={feature_map.options.redraw_every} draws new features in the base model of an adapter, "
             f"whose file does not hold them: loaded again, it would run with others. List {SUBMODULE!r} in "

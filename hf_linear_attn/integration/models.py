@@ -35,6 +35,11 @@ def check_model(model: object) -> None:
     raise TypeError(f"Expected a transformers.PreTrainedModel, got {type(model).__name__}. {remedy}")
 
 
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether PEFT has put an adapter into a module."""
+    return any(hasattr(type(part), "adapter_layer_names") for part in model.modules())
+
+
 def check_patched(model: PreTrainedModel) -> None:
     """Raise a TypeError or ValueError unless it is a patched model."""
     check_model(model)

@@ -181,6 +181,19 @@ def test_new_draws_that_an_adapter_does_not_hold_are_warned_of(modules_to_save, 
     assert ("draws new features in the base model of an adapter" in caplog.text) is not held
 
 
+def test_patching_below_an_adapter_that_cannot_hold_it_is_warned_of(tmp_path, caplog):
+    made = adapted(LLAMA.build(), LLAMA, modules_to_save=None)
+    hla.patch_model(made.get_base_model(), "hedgehog")
+    assert "has an adapter already, whose file will hold neither 'linear_attention'" in caplog.text
+    made.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        assert not [key for key in file.keys() if "linear_attention" in key]  # noqa: SIM118
+    caplog.clear()
+    merged = made.merge_and_unload()
+    hla.patch_model(hla.unpatch_model(merged), "hedgehog")
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_prefix_tuning_is_refused_in_every_mode(family, padded):
