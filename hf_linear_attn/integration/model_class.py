@@ -199,6 +199,15 @@ class LinearAttentionModelMixin:
     def name_or_path(self, value: str) -> None:
         vars(self)["name_or_path"] = value
 
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        if prepared[0].output_attentions:
+            # For timestamps of tokens Whisper has set eager attention, which returns weights. So does ours.
+            for module in self.modules():  # type: ignore[attr-defined]
+                if layer_context(module) is not None:
+                    module.config._attn_implementation_internal = IMPLEMENTATION
+        return prepared
+
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         cache = self_attention_cache([model_kwargs.get("past_key_values")])

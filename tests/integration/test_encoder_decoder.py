@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
@@ -136,3 +141,33 @@ def test_padding_of_the_encoder_does_not_matter():
 
 def test_serving_is_declared():
     assert all(serves(ATTENTIONS.get(name), causal) for name in BOTH for causal in (False, True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_timestamps_of_tokens_for_which_whisper_sets_eager_attention():
+    sizes = {"vocab_size": 80, "d_model": 32, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "num_mel_bins": 8}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
+    rest = {"init_std": 0.25, "dropout": 0.0, "max_source_positions": 30, "max_target_positions": 40}
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(WhisperConfig(**sizes, **heads, **tokens, **rest)).eval()
+    suppressed = {"suppress_tokens": None, "begin_suppress_tokens": None, "no_timestamps_token_id": 70}
+    vars(model.generation_config).update(alignment_heads=[[0, 0], [1, 1]], is_multilingual=False, **suppressed)
+    audio, frames = torch.randn(2, 8, 60), torch.ones(2, 60, dtype=torch.long)
+
+    def timed():
+        settings = {"return_token_timestamps": True, "return_dict_in_generate": True, "max_new_tokens": 10}
+        result = model.generate(audio, attention_mask=frames, do_sample=False, **settings)
+        return result["sequences"], result["token_timestamps"]
+
+    exact = timed()
+    hla.patch_model(model.model.encoder, "hedgehog")
+    with hla.exact_attention(model):
+        assert all(map(torch.equal, timed(), exact))
+    without = model.generate(audio, attention_mask=frames, max_new_tokens=10, do_sample=False)
+    assert torch.equal(timed()[0][:, 2:], without)  # without the two tokens that start every text
+    hla.unpatch_model(model.model.encoder)
+    hla.patch_model(model.model.decoder, "hedgehog")
+    with pytest.raises(NotImplementedError, match="which a recurrent state has summed up"):
+        timed()
+    model.generate(audio, max_new_tokens=3)  # The error has left nothing behind.
