@@ -20,9 +20,11 @@ def fixed(value: float, digits: int) -> str:
 
 
 def _with_unit(units: dict[str, float], value: float) -> str:
-    """Three digits, in the first unit that the value reaches, or else in the last one."""
-    unit = next((unit for unit, size in units.items() if value >= size), list(units)[-1])
-    return f"{value / units[unit]:.3g} {unit}"
+    """Three digits, in the first unit that the rounded value reaches, or else in the last one; no exponent above."""
+    rounded = float(f"{value:.3g}")
+    unit = next((unit for unit, size in units.items() if rounded >= size), list(units)[-1])
+    number = value / units[unit]
+    return f"{number:,.0f} {unit}" if rounded >= 1000 * units[unit] else f"{number:.3g} {unit}"
 
 
 #: Seconds as text: `1.2 s`, `35 ms`, `80 µs`.
