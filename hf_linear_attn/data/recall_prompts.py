@@ -153,7 +153,7 @@ class PromptMaker:
         inserted = sum(len(one.before) + len(one.answer) + len(one.after) for one in needles)
         capacity = length - len(start) - inserted - longest
         if capacity < 0:
-            raise ValueError(f"length: a prompt of this task takes {length - capacity} tokens or more, got {length}.")
+            raise ValueError(f"A prompt takes {length - capacity} tokens or more, got {length}.")
         tokens: list[int] = []
         ends = [0]
         while len(tokens) < capacity:

@@ -190,8 +190,12 @@ def measure_recall(
 def _prompts(
     maker: PromptMaker, task: str, length: int, depths: Sequence[float], trials: int, seed: int
 ) -> list[Prompt]:
+    make = PROMPT_FUNCTIONS[task]
     generators = (random.Random(f"{seed} {task} {length} {trial}") for trial in range(trials))
-    return [prompt for generator in generators for prompt in PROMPT_FUNCTIONS[task](maker, generator, length, depths)]
+    try:
+        return [prompt for generator in generators for prompt in make(maker, generator, length, depths)]
+    except ValueError as error:  # callers know the length by different names, and measure several tasks
+        raise ValueError(f"Recall by {task} cannot be measured. {error}") from None
 
 
 def generate_answers(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:

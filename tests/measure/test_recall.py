@@ -254,6 +254,7 @@ def test_models_of_transformers() -> None:
         ({"tasks": ["passkey"]}, "'passkey' is none of niah_single_1, niah_single_2"),
         ({"tasks": ["retrieval"]}, "which this model can answer"),
         ({"lengths": (12,)}, "takes 7. tokens or more, got 12"),
+        ({"tasks": ["mqar"], "lengths": (4,)}, "^Recall by mqar cannot be measured. A prompt takes"),
         ({"lengths": (96,)}, "beyond the model's 96 positions"),
         ({"depths": (2.0,)}, "depths must be a finite number of at least 0 and of at most 1, got 2.0"),
         ({"trials": 0}, "trials must be a whole number of at least 1, got 0"),
