@@ -141,7 +141,7 @@ class LayerReport:
         attention: The name of its mechanism; "softmax" where it is exact.
         options: The options of the mechanism.
         parameters: The number of parameters added.
-        state_bytes: Bytes of the state of one token stream after 1,024 tokens (0: no state).
+        state_bytes: Bytes of the state of one token stream after 1,024 tokens, of a model in float32 (0: no state).
         state: "constant", "growing" or "none".
         exact_heads: The key-value heads of the layer that stay exact.
     """

@@ -61,7 +61,7 @@ def _describe_patched(name: str) -> tuple[dict[str, Any], str]:
     return facts, (
         f"{report}\n"
         f"{'':>5}  {facts['parameters']:,} parameters in all, saved as {facts['dtype']}; "
-        f"{facts['state_bytes']:,} state bytes per sequence\n"
+        f"{facts['state_bytes']:,} state bytes per sequence in float32\n"
         f"{'':>5}  format {facts['format_version']}, written by hf-linear-attn {facts['package_version']}\n"
     )
 
