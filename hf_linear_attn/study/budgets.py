@@ -59,7 +59,7 @@ class DamageUnit:
 
     def format(self, damage: float | None) -> str:
         """Return damage with its sign and unit: `+1.30% perplexity`, `-0.40 points`."""
-        return "undefined" if damage is None else self.template.format(round(self.sign * damage, DECIMALS) + 0.0)
+        return "undefined" if damage is None else self.template.format(self.sign * damage)
 
 
 def scored(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -74,13 +74,13 @@ _PERCENT = r"%\s*(?:of\s+)?(?:perplexity|ppl)"
 
 _UNITS = (
     DamageUnit(
-        "perplexity", "perplexity", "perplexity", 100, _PERCENT, "1% perplexity", "{:+.2f}% perplexity", relative=True
+        "perplexity", "perplexity", "perplexity", 100, _PERCENT, "1% perplexity", "{:+z.2f}% perplexity", relative=True
     ),
-    DamageUnit("nats", "perplexity", "loss", 1, "nats?", "0.05 nats", "{:+.4f} nats"),
-    DamageUnit("points", "task", "score", -100, "(?:points?|pts?)", "0.5 points", "{:+.2f} points", sign=-1),
-    DamageUnit("cosine", "sentence_embeddings", "score", -1, "cosine", "0.02 cosine", "{:.4f} from cosine 1"),
+    DamageUnit("nats", "perplexity", "loss", 1, "nats?", "0.05 nats", "{:+z.4f} nats"),
+    DamageUnit("points", "task", "score", -100, "(?:points?|pts?)", "0.5 points", "{:+z.2f} points", sign=-1),
+    DamageUnit("cosine", "sentence_embeddings", "score", -1, "cosine", "0.02 cosine", "{:z.4f} from cosine 1"),
     DamageUnit(
-        "recall", "recall", "recall", -100, _RECALL, "90% recall at 2048", "{:+.0f}% recall", sign=-1, relative=True
+        "recall", "recall", "recall", -100, _RECALL, "90% recall at 2048", "{:+z.0f}% recall", sign=-1, relative=True
     ),
 )
 

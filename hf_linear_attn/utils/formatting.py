@@ -16,7 +16,7 @@ def near_matches(name: str, known: Iterable[str]) -> str:
 
 def fixed(value: float, digits: int) -> str:
     """Format a number with a fixed count of decimals, and never as `-0.00`."""
-    return f"{round(value, digits) + 0.0:.{digits}f}"
+    return f"{value:z.{digits}f}"
 
 
 def _with_unit(units: dict[str, float], value: float) -> str:

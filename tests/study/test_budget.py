@@ -8,7 +8,7 @@ import pytest
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.study.budgets import Budget, choose_heads_and_window
+from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget, choose_heads_and_window
 from tests.slow_cases import slow
 from tests.tiny_models import tiny_model
 
@@ -122,3 +122,17 @@ def test_layers_with_windows_of_their_own_do_not_count() -> None:
     model = tiny_model("ministral", num_attention_heads=2, num_key_value_heads=1, head_dim=64, **layers)
     choice = choose_heads_and_window(Budget.parse("40% cache at 2000"), model, 1024, lambda share, window: None)
     assert choice.reason.endswith("% of the cache of the layers that see the whole text at 2,000 tokens")
+
+
+@pytest.mark.parametrize(
+    ("unit", "damage", "expected"),
+    [
+        ("perplexity", -0.001, "+0.00% perplexity"),
+        ("perplexity", -0.4, "-0.40% perplexity"),
+        ("points", 0.001, "+0.00 points"),
+        ("cosine", -1e-6, "0.0000 from cosine 1"),
+        ("recall", 0.3, "+0% recall"),
+    ],
+)
+def test_what_rounds_to_zero_has_no_minus(unit: str, damage: float, expected: str) -> None:
+    assert DAMAGE_UNITS[unit].format(damage) == expected
