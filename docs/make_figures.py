@@ -61,7 +61,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = hla.patch_model(AutoModel.from_pretrained(path).eval(), attention, **options)
         if trained:
-            hla.transfer_attention(model, training, steps=TRANSFER_STEPS)
+            hla.transfer_attention(model, training, max_steps=TRANSFER_STEPS)
         exact, weights = head_weights(model, passage)
         # The implied weights of a low-rank form may be negative: then they are no distribution.
         divergence = kl_divergence(exact, weights) if float(weights.min()) >= 0 else None

@@ -144,9 +144,9 @@ def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, condit
             result = transfer_attention(
                 model,
                 batches,
-                steps=resolved.steps,
+                max_steps=resolved.steps,
                 validation=one.inputs.validation,
-                evaluate_every=max(resolved.steps // resolved.evaluations, 1),
+                eval_steps=max(resolved.steps // resolved.evaluations, 1),
                 progress=lambda step, total, loss: study.progress.status(
                     f"{name}: attention transfer, loss {loss:.3f}", step, total
                 ),

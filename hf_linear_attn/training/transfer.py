@@ -91,16 +91,16 @@ def transfer_attention(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     *,
-    steps: int = 200,
-    lr: float | None = None,
+    max_steps: int = 200,
+    learning_rate: float | None = None,
     loss: AttentionLoss = "auto",
     validation: Iterable[Batch] | None = None,
-    evaluate_every: int = 25,
+    eval_steps: int = 25,
     patience: int | None = None,
     gradient_accumulation_steps: int = 1,
     max_grad_norm: float = 1.0,
     checkpoint: str | Path | None = None,
-    save_every: int = 0,
+    save_steps: int = 0,
     accelerator: Accelerator | None = None,
     progress: ProgressFunction | None = None,
     log: LogFunction | None = None,
@@ -129,22 +129,22 @@ def transfer_attention(
         batches: What the tokenizer returns, as dicts of tensors `[B, L]`; repeated as often as needed. Those without
             an input beyond what the mechanism attends to exactly are left out; without any other there are no steps,
             and a warning. A loader that has a `set_epoch`, or whose sampler or collator has one, is told the epoch.
-        steps: Optimizer steps of AdamW without decay. The learning rate rises for a tenth of them, and then falls as a
-            cosine to a tenth of its peak.
-        lr: Peak learning rate; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
+        max_steps: Optimizer steps of AdamW without decay. The learning rate rises for a tenth of them, and then falls
+            as a cosine to a tenth of its peak.
+        learning_rate: Its peak; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
         loss: `"weights"`, `"outputs"` or `"auto"`: outputs for `gla` and for `window` in decoders, weights for others
             whose weights are a distribution and known for some of the queries, outputs otherwise.
-        validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
+        validation: Batches to evaluate on before the first step and after every `eval_steps` steps. The parameters
             of the best evaluation remain, those of the start if nothing was better. The loss is the mean over batches,
             weighted by their real tokens.
-        evaluate_every: Steps between two evaluations.
+        eval_steps: Steps between two evaluations.
         patience: End after so many evaluations in a row without a better one; None: never.
         gradient_accumulation_steps: Batches of one step.
         max_grad_norm: Largest norm of the gradient of all layers together, divided by their number; 0: no limit.
         checkpoint: A file that holds the state of the run, written by the first process. If it exists, the run goes on
             from there, and ends on a CPU with the same bits as an undisturbed one, given the same batches and number of
             threads. SIGINT and SIGTERM write it and raise an `InterruptedRunError`.
-        save_every: Steps between two writings of the checkpoint; 0: only when interrupted, and at the end.
+        save_steps: Steps between two writings of the checkpoint; 0: only when interrupted, and at the end.
         accelerator: Says on which device and in which mixed precision to train, and what to shard. None: the model
             stays where it is.
         progress: Called as `progress(step, steps, loss)` after each step.
@@ -162,7 +162,7 @@ def transfer_attention(
         FloatingPointError: The loss became infinite or NaN. The parameters are restored.
     """
     options = _LoopOptions(
-        steps, lr, loss, evaluate_every, patience, gradient_accumulation_steps, max_grad_norm, save_every
+        max_steps, learning_rate, loss, eval_steps, patience, gradient_accumulation_steps, max_grad_norm, save_steps
     )
     for name, value in (("batches", batches), ("validation", validation)):
         refuse_single_batch(value, name)
@@ -195,14 +195,14 @@ def transfer_attention(
 class _LoopOptions:
     """Arguments of `transfer_attention`."""
 
-    steps: int = option(least=1)
-    lr: float | None = option(above=0)
+    max_steps: int = option(least=1)
+    learning_rate: float | None = option(above=0)
     loss: AttentionLoss = option()
-    evaluate_every: int = option(least=1)
+    eval_steps: int = option(least=1)
     patience: int | None = option(least=1)
     gradient_accumulation_steps: int = option(least=1)
     max_grad_norm: float = option(least=0)
-    save_every: int = option(least=0)
+    save_steps: int = option(least=0)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -224,7 +224,7 @@ class _Run:
         self.objective, self.stream, self.held_out, self.options = objective, stream, held_out, options
         self.accelerator, self.progress, self.log = accelerator, progress, log
         self.parameters = objective.parameters
-        self.optimizer = objective.optimizer(options.lr)
+        self.optimizer = objective.optimizer(options.learning_rate)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.result = TransferResult()
         self.best: list[Tensor] = []
@@ -232,14 +232,14 @@ class _Run:
         self.is_main_process = not distributed or torch.distributed.get_rank() == 0
         #: What a run must have in common with the one that it goes on with.
         self.conditions = {
-            **{name: value for name, value in vars(options).items() if name != "save_every"},
+            **{name: value for name, value in vars(options).items() if name != "save_steps"},
             "processes": torch.distributed.get_world_size() if distributed else 1,
             "shapes": [list(parameter.shape) for parameter in self.parameters],
         }
 
     def train(self, checkpoint: Path | None) -> TransferResult:
         """Train to the end, from the checkpoint if there is one, and leave the best parameters in the model."""
-        steps, result, watch = self.options.steps, self.result, SignalWatch()
+        steps, result, watch = self.options.max_steps, self.result, SignalWatch()
         if checkpoint is not None and checkpoint.is_file():
             self._load(checkpoint)
         elif self.held_out:
@@ -250,7 +250,7 @@ class _Run:
         try:
             while result.steps < steps and not self._is_out_of_patience():
                 self._step()
-                if self.held_out and (result.steps % self.options.evaluate_every == 0 or result.steps == steps):
+                if self.held_out and (result.steps % self.options.eval_steps == 0 or result.steps == steps):
                     self._evaluate()
                 result.seconds = before + time.perf_counter() - started
                 if checkpoint is not None:
@@ -263,7 +263,7 @@ class _Run:
 
     def _step(self) -> None:
         result, options = self.result, self.options
-        factor = transfer_lr_factor(result.steps, options.steps)
+        factor = transfer_lr_factor(result.steps, options.max_steps)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = factor * rate
         result.steps += 1
@@ -271,14 +271,14 @@ class _Run:
         batches = itertools.islice(self.stream, options.gradient_accumulation_steps)
         losses = torch.stack([self._loss(batch, result.steps) for batch in batches])
         value = float(losses.mean())
-        check_finite_loss(value, result.steps, self.rates[0], "Lower lr")
+        check_finite_loss(value, result.steps, self.rates[0], "Lower learning_rate")
         average_gradients(self.parameters, len(losses))
         largest = options.max_grad_norm * losses.shape[1] or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, largest)
         self.optimizer.step()
         result.losses.append(value)
         if self.progress is not None:
-            self.progress(result.steps, options.steps, value)
+            self.progress(result.steps, options.max_steps, value)
         self._log(loss=value, grad_norm=float(norm), learning_rate=factor * self.rates[0])
 
     def _loss(self, batch: Batch, step: int | None = None) -> Tensor:
@@ -297,7 +297,8 @@ class _Run:
             total += torch.stack([loss * tokens, torch.full_like(loss, tokens)])
         summed, count = _average(total).tolist()
         score = summed / count
-        check_finite_loss(score, result.steps, self.rates[0], "Look for NaN in validation and weights, or lower lr")
+        remedy = "Look for NaN in validation and weights, or lower learning_rate"
+        check_finite_loss(score, result.steps, self.rates[0], remedy)
         if result.best_step is None or score < dict(result.evaluations)[result.best_step]:
             result.best_step = result.steps
             self.best = [parameter.detach().clone() for parameter in self.parameters]
@@ -314,7 +315,7 @@ class _Run:
         return patience is not None and best is not None and since >= patience
 
     def _save_if_due(self, checkpoint: Path, watch: SignalWatch) -> None:
-        step, steps, every = self.result.steps, self.options.steps, self.options.save_every
+        step, steps, every = self.result.steps, self.options.max_steps, self.options.save_steps
         number = watch.received_anywhere(self.parameters[0].device)
         ends = step == steps or self._is_out_of_patience()
         if number is not None or ends or (every and step % every == 0):
@@ -480,7 +481,7 @@ def _mechanisms(model: nn.Module) -> list[Any]:
     return [module.linear_attention for module in attention_modules(model)]
 
 
-def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower the learning rate") -> None:
+def check_finite_loss(value: float, step: int, lr: float, remedy: str) -> None:
     """Raise a FloatingPointError that names the learning rate if the loss of a step is infinite or NaN."""
     if not math.isfinite(value):
         raise FloatingPointError(f"The loss became {value} at step {step}. {remedy} (now {lr:g}).")

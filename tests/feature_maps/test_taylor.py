@@ -60,7 +60,7 @@ def test_projection_learns_in_transfer():
     model = hla.patch_model(BERT.build(), "taylor", projection_dim=5)
     batches = [{"input_ids": token_ids(4, 20, seed=seed)} for seed in range(3)]
     before = measure_fidelity(model, batches).kl
-    transfer_attention(model, batches, steps=30)
+    transfer_attention(model, batches, max_steps=30)
     assert measure_fidelity(model, batches).kl < before
 
 

@@ -263,7 +263,7 @@ def test_fidelity_and_transfer_see_documents(name):
     assert one.tokens == other.tokens == 26
     assert one.output_error == pytest.approx(other.output_error, rel=1e-4)
     assert one.kl == (None if other.kl is None else pytest.approx(other.kl, rel=1e-4))
-    losses = [transfer_attention(copy.deepcopy(model), [batch], steps=2).losses for batch in (flat, padded)]
+    losses = [transfer_attention(copy.deepcopy(model), [batch], max_steps=2).losses for batch in (flat, padded)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 

@@ -131,6 +131,6 @@ def test_attention_transfer_in_a_quantized_model():
     hla.patch_model(model, "hedgehog")
     frozen = model.bert.encoder.layer[0].attention.self.query.weight
     before = frozen.dequantize().clone()
-    losses = hla.transfer_attention(model, [{"input_ids": token_ids()}] * 4, steps=10).losses
+    losses = hla.transfer_attention(model, [{"input_ids": token_ids()}] * 4, max_steps=10).losses
     assert losses[-1] < losses[0]
     assert torch.equal(frozen.dequantize(), before)

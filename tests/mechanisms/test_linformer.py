@@ -171,7 +171,7 @@ def test_saved_and_loaded_bit_equal(options, tmp_path):
 def test_a_transfer_trains_what_is_learned(options):
     model = hla.patch_model(BERT.build(), "linformer", num_slots=5, **options)
     batches = [{"input_ids": token_ids(), "attention_mask": torch.ones(2, 21, dtype=torch.long)}]
-    result = hla.transfer_attention(model, batches, steps=12, lr=1e-2)
+    result = hla.transfer_attention(model, batches, max_steps=12, learning_rate=1e-2)
     if options["projection"] == "mean-pool":  # nothing to learn
         assert (result.steps, list(result.losses)) == (0, [])
         return

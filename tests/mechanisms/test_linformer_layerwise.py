@@ -93,7 +93,9 @@ def test_ties_outlast_copies_casts_and_retying(model: PreTrainedModel) -> None:
 @pytest.mark.slow
 def test_trained_once(model: PreTrainedModel) -> None:
     ids = token_ids()
-    done = transfer_attention(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}], steps=12, lr=1e-2)
+    done = transfer_attention(
+        model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}], max_steps=12, learning_rate=1e-2
+    )
     assert done.losses[-1] < done.losses[0]
     assert shared(model)
 

@@ -96,7 +96,7 @@ def test_nan_in_padding_does_not_reach_its_gradient(causal):
 def test_it_is_learned_by_transfer_and_saved(tmp_path):
     model = hla.patch_model(tiny_model("bert", BertModel), "window", window_size=3)
     batch = {"input_ids": token_ids(), "attention_mask": torch.ones(2, 21, dtype=torch.long)}
-    transfer_attention(model, [batch], steps=5)
+    transfer_attention(model, [batch], max_steps=5)
     learned = {name: parameter for name, parameter in model.named_parameters() if name.endswith("mix_weight")}
     assert len(learned) == model.config.num_hidden_layers
     assert all(parameter.abs().max() > 0 for parameter in learned.values())

@@ -193,7 +193,7 @@ def test_only_learned_parts_change_and_the_loss_falls(name: str, family: Family)
     model.get_input_embeddings().requires_grad_(False)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     required = {key: value.requires_grad for key, value in model.named_parameters()}
-    done = transfer_attention(model, [batch()], steps=15)
+    done = transfer_attention(model, [batch()], max_steps=15)
     assert done.losses[-1] < done.losses[0]
     assert model.training
     assert {key: value.requires_grad for key, value in model.named_parameters()} == required
@@ -205,7 +205,7 @@ def test_only_learned_parts_change_and_the_loss_falls(name: str, family: Family)
 
 def test_the_best_step_is_retained() -> None:
     model = model_of("hedgehog", BERT)
-    done = transfer_attention(model, [batch()], steps=20, lr=3.0, validation=[batch(1)], evaluate_every=2)
+    done = transfer_attention(model, [batch()], max_steps=20, learning_rate=3.0, validation=[batch(1)], eval_steps=2)
     scores = dict(done.evaluations)
     assert done.best_step == min(scores, key=lambda step: scores[step])
     again = float(AttentionTransferLoss(model)(batch(1)).mean())
@@ -220,8 +220,8 @@ def test_an_unknown_loss_is_named() -> None:
 def test_a_loss_that_is_no_number_puts_everything_back() -> None:
     model = model_of("hedgehog", BERT)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    with pytest.raises(FloatingPointError, match="Lower lr"):
-        transfer_attention(model, [batch()], steps=30, lr=1e38)
+    with pytest.raises(FloatingPointError, match="Lower learning_rate"):
+        transfer_attention(model, [batch()], max_steps=30, learning_rate=1e38)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
@@ -232,7 +232,7 @@ def test_validation_batches_count_by_their_tokens() -> None:
     ]
     model, scores = model_of("hedgehog", BERT), []
     for held_out in ([batch()], rows, [rows[0], {name: value[1:] for name, value in batch().items()}]):
-        options: dict[str, Any] = {"steps": 1, "loss": "weights", "validation": held_out}
+        options: dict[str, Any] = {"max_steps": 1, "loss": "weights", "validation": held_out}
         scores.append(transfer_attention(copy.deepcopy(model), [batch(1)], **options).evaluations[0][1])
     assert scores[1:] == pytest.approx([scores[0]] * 2, rel=1e-5)
 
@@ -242,23 +242,23 @@ def test_a_validation_loss_that_is_no_number_is_an_error() -> None:
     model = model_of("hedgehog", BERT)
     spoiled = {"inputs_embeds": torch.full((1, 8, model.config.hidden_size), float("nan"))}
     with pytest.raises(FloatingPointError, match=r"became nan at step 0\. Look for NaN in validation"):
-        transfer_attention(model, [batch()], steps=2, validation=[batch(1), spoiled])
+        transfer_attention(model, [batch()], max_steps=2, validation=[batch(1), spoiled])
 
 
 def test_batches_that_can_be_read_once_only_are_an_error() -> None:
     """Calibration would take the first of them, and a resumed run others than an undisturbed one."""
     with pytest.raises(TypeError, match="batches is a generator, which can be read once only"):
-        transfer_attention(model_of("hedgehog", BERT), (batch(seed) for seed in range(9)), steps=2)
+        transfer_attention(model_of("hedgehog", BERT), (batch(seed) for seed in range(9)), max_steps=2)
 
 
 def test_batches_that_are_attended_to_exactly_are_left_out() -> None:
     """In a batch of inputs within the window there is nothing to learn."""
     short = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
-    done = transfer_attention(model_of("window", BERT), [short, batch()], steps=2, validation=[short])
+    done = transfer_attention(model_of("window", BERT), [short, batch()], max_steps=2, validation=[short])
     assert (len(done.losses), done.evaluations) == (2, [])
     assert min(done.losses) > 1e-3
     with pytest.warns(UserWarning, match=r"All inputs have at most \d tokens.*is skipped"):
-        assert transfer_attention(model_of("window", BERT), [short], steps=2).steps == 0
+        assert transfer_attention(model_of("window", BERT), [short], max_steps=2).steps == 0
 
 
 @pytest.mark.parametrize(("name", "family"), [("window", GPT2), ("hedgehog", LLAMA), ("hedgehog", BERT)], ids=str)
@@ -271,7 +271,7 @@ def test_under_autocast_only_the_model_runs_in_half_precision(name: str, family:
     assert actual.dtype == torch.float32
     assert torch.allclose(actual, expected, rtol=0.05, atol=1e-3)
     with torch.autocast("cpu", torch.bfloat16):
-        assert transfer_attention(model, [batch()], steps=2).steps == 2
+        assert transfer_attention(model, [batch()], max_steps=2).steps == 2
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_under_autocast_only_the_model_runs_in_half_precision(name: str, family:
 
 def test_a_mechanism_without_learned_parts_has_no_steps() -> None:
     """So a loop over mechanisms needs no exception for it."""
-    done = transfer_attention(model_of("elu", BERT), [batch()], steps=5, validation=[batch(1)])
+    done = transfer_attention(model_of("elu", BERT), [batch()], max_steps=5, validation=[batch(1)])
     assert (done.steps, done.losses, done.evaluations) == (0, [], [])
 
 
@@ -296,12 +296,12 @@ def test_a_single_batch_is_an_error(single: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "^steps: must be a whole number"),
+        ({"max_steps": 0}, "^max_steps: must be a whole number"),
         ({"patience": 0}, "^patience: must be"),
         ({"gradient_accumulation_steps": 0}, "^gradient_accumulation_steps: must be"),
         ({"max_grad_norm": -1.0}, "^max_grad_norm: must be .* at least 0"),
         ({"max_grad_norm": None}, "^max_grad_norm: must be .* at least 0, got None"),
-        ({"save_every": -1}, "^save_every: must be .* at least 0"),
+        ({"save_steps": -1}, "^save_steps: must be .* at least 0"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
@@ -322,8 +322,8 @@ def test_the_result_is_a_short_table() -> None:
 
 def test_patience_ends_the_run_and_the_best_step_remains() -> None:
     model = model_of("hedgehog", BERT)
-    options: dict[str, Any] = {"lr": 3.0, "max_grad_norm": 0.0, "validation": [batch(1)], "evaluate_every": 2}
-    done = transfer_attention(model, [batch()], steps=60, patience=3, **options)
+    options: dict[str, Any] = {"learning_rate": 3.0, "max_grad_norm": 0.0, "validation": [batch(1)], "eval_steps": 2}
+    done = transfer_attention(model, [batch()], max_steps=60, patience=3, **options)
     assert done.steps < 60
     assert done.best_step is not None
     assert done.steps == done.best_step + 3 * 2
@@ -337,7 +337,7 @@ def test_the_gradient_is_the_mean_over_accumulated_batches() -> None:
     for batches in ([batch()], [batch(), batch()]):
         rows: list[dict[str, float]] = []
         transfer_attention(
-            copy.deepcopy(model), batches, steps=1, gradient_accumulation_steps=len(batches), log=rows.append
+            copy.deepcopy(model), batches, max_steps=1, gradient_accumulation_steps=len(batches), log=rows.append
         )
         norms.append((rows[0]["loss"], rows[0]["grad_norm"]))
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
@@ -365,9 +365,9 @@ def test_a_step_is_that_of_adamw() -> None:
         after.extend(value.detach().clone() for value in AttentionTransferLoss(model).parameters)
         raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01, "lr": 0.1}
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01, "learning_rate": 0.1}
     with pytest.raises(KeyboardInterrupt):
-        transfer_attention(model, [batch(), batch(1)], steps=20, log=log, **options)
+        transfer_attention(model, [batch(), batch(1)], max_steps=20, log=log, **options)
     assert rows[0]["learning_rate"] == pytest.approx(0.05)
     for own, parameter in zip(after, parameters, strict=True):
         torch.testing.assert_close(own, parameter.detach())
@@ -397,7 +397,7 @@ def train(model: PreTrainedModel, checkpoint: Path | None = None, stop: Any = No
         if step == 8 and stop is not None:
             stop()
 
-    options: dict[str, Any] = {"steps": 12, "validation": [batch(50)], "evaluate_every": 3, "save_every": 7, **changes}
+    options: dict[str, Any] = {"max_steps": 12, "validation": [batch(50)], "eval_steps": 3, "save_steps": 7, **changes}
     return transfer_attention(model, loader(), checkpoint=checkpoint, progress=progress, **options)
 
 
@@ -409,19 +409,19 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def test_a_resumed_run_ends_with_the_same_bits(lr: float | None, tmp_path: Path) -> None:
     model = model_of("hedgehog", BERT)
     undisturbed = copy.deepcopy(model)
-    expected = train(undisturbed, lr=lr)
+    expected = train(undisturbed, learning_rate=lr)
     killed = copy.deepcopy(model)
     with pytest.raises(Killed):
-        train(killed, tmp_path / "state.safetensors", kill, lr=lr)
+        train(killed, tmp_path / "state.safetensors", kill, learning_rate=lr)
     resumed = copy.deepcopy(model)
-    done = train(resumed, tmp_path / "state.safetensors", lr=lr)
+    done = train(resumed, tmp_path / "state.safetensors", learning_rate=lr)
     assert (done.losses, done.evaluations) == (expected.losses, expected.evaluations)
     assert (done.steps, done.tokens, done.best_step) == (12, expected.tokens, expected.best_step)
     before = state(undisturbed)
     assert all(torch.equal(value, before[name]) for name, value in resumed.state_dict().items())
     # A run that has ended resumes to itself.
     again = copy.deepcopy(model)
-    assert train(again, tmp_path / "state.safetensors", kill, lr=lr).losses == expected.losses
+    assert train(again, tmp_path / "state.safetensors", kill, learning_rate=lr).losses == expected.losses
     assert all(torch.equal(value, before[name]) for name, value in again.state_dict().items())
 
 
@@ -459,11 +459,11 @@ def test_killed_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             copy.deepcopy(model),
             tmp_path / "state.safetensors",
             lambda: patched.setattr(os, "replace", lambda *paths: kill()),
-            save_every=4,
+            save_steps=4,
         )
     with safe_open(tmp_path / "state.safetensors", "pt") as file:
         assert json.loads(file.metadata()["state"])["step"] == 4
-    assert train(model, tmp_path / "state.safetensors", save_every=4).steps == 12
+    assert train(model, tmp_path / "state.safetensors", save_steps=4).steps == 12
 
 
 @pytest.mark.slow
@@ -477,7 +477,7 @@ def test_signals_save_a_checkpoint(number: signal.Signals, tmp_path: Path) -> No
     with pytest.raises(
         InterruptedRunError, match=r"after step 8 of 12.*state\.safetensors.*again with the same"
     ) as error:
-        train(copy.deepcopy(model), tmp_path / "state.safetensors", lambda: os.kill(os.getpid(), number), save_every=0)
+        train(copy.deepcopy(model), tmp_path / "state.safetensors", lambda: os.kill(os.getpid(), number), save_steps=0)
     assert error.value.code == 128 + number
     assert signal.signal(number, previous) is handler
     assert train(model, tmp_path / "state.safetensors").losses == expected.losses
@@ -486,8 +486,8 @@ def test_signals_save_a_checkpoint(number: signal.Signals, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     train(model_of("hedgehog", BERT), tmp_path / "state.safetensors")
-    with pytest.raises(ValueError, match=r"lr was None, now 0\.5"):
-        train(model_of("hedgehog", BERT), tmp_path / "state.safetensors", lr=0.5)
+    with pytest.raises(ValueError, match=r"learning_rate was None, now 0\.5"):
+        train(model_of("hedgehog", BERT), tmp_path / "state.safetensors", learning_rate=0.5)
     with pytest.raises(ValueError, match="shapes was"):
         train(hla.patch_model(BERT.build(), "hedgehog", layers=[0]), tmp_path / "state.safetensors")
 
@@ -498,5 +498,5 @@ def test_images_have_tokens_that_only_the_model_knows(attention: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     model = hla.patch_model(ViTModel(ViTConfig(**sizes, image_size=36, patch_size=4)), attention)
-    result = transfer_attention(model, [{"pixel_values": torch.randn(2, 3, 36, 36)}], steps=2)
+    result = transfer_attention(model, [{"pixel_values": torch.randn(2, 3, 36, 36)}], max_steps=2)
     assert (result.steps, result.tokens) == (2, 2 * 2 * 82)

@@ -68,8 +68,8 @@ def transfer(kind: str, student: Any, rows: Rows, validation: Rows) -> tuple[Any
         return accelerator.prepare_data_loader(loader)
 
     done = transfer_attention(
-        student, loader(rows, EpochSampler(len(rows), 0)), steps=6, validation=list(loader(validation)),
-        evaluate_every=3, accelerator=accelerator,
+        student, loader(rows, EpochSampler(len(rows), 0)), max_steps=6, validation=list(loader(validation)),
+        eval_steps=3, accelerator=accelerator,
     )  # fmt: skip
     return fill_copy(skeleton, student), done, parameter_bytes(student)
 
