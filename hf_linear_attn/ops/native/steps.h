@@ -180,6 +180,21 @@ static void update_store(const Call& c, long stream, const float* phi_k, const f
   memcpy(values + last * e, own, e * sizeof(S));
 }
 
+// Replaces n logits by their exponentials relative to the largest one, which it returns (a NaN stays), and adds these up.
+static float exponentials_of(float* weights, long n, float* total) {
+  float top = -INFINITY;
+  for (long j = 0; j < n; ++j) top = weights[j] > top || weights[j] != weights[j] ? weights[j] : top;
+  Vec sum{};
+  for (long j = 0; j < n; j += LANES) {
+    const Vec weight =
+        first_lanes(exp_of(load(weights + j) - (top == -INFINITY ? 0.0f : top)), (int)std::min<long>(n - j, LANES));
+    store(weights + j, weight);
+    sum += weight;
+  }
+  *total = sum_of(sum);
+  return top;
+}
+
 // The log mixing weight of head h, for its query x.
 static float log_mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
   const float base = static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
@@ -242,8 +257,10 @@ static int windowed_step(const Call& c) {
       // Before the ring moves, which may be in place.
       const std::vector<S> oldest_key(ring_key, ring_key + (n ? key_size : 0)),
           oldest_value(ring_value, ring_value + (n ? value_size : 0));
-      keys.read<S>(stored_rows(ring_key, c.size), 0, g, 0, 1, &is_far);
-      read_rows<S>(stored_rows(ring_value, e), 0, 0, 0, 1, e, &is_far, value, e_row);
+      if (!is_short) {
+        keys.read<S>(stored_rows(ring_key, c.size), 0, g, 0, 1, &is_far);
+        read_rows<S>(stored_rows(ring_value, e), 0, 0, 0, 1, e, &is_far, value, e_row);
+      }
       const T* token_key = token_of<T>(c, c.key, b, g);
       const T* token_value = token_of<T>(c, c.value, b, g);
       advance_ring<T, S>(ring_key, w, c.size, token_key, new_key);
@@ -309,18 +326,13 @@ static int windowed_step(const Call& c) {
       }
       for (int r = 0; r < repeats; ++r) {
         const FeatureBlock query = queries.from(r);
-        float *own = weights + r * row, top = -INFINITY, factor = 1.0f;
-        for (int j = 0; j < all; ++j) top = own[j] > top || own[j] != own[j] ? own[j] : top;
+        float *own = weights + r * row, total, factor = 1.0f;
+        const float top = exponentials_of(own, all, &total);
         if (query.map->scaled() && !is_short) {
           factor = far_factor(*query.scale, top);
           scale_all(out + (size_t)r * e_row, e_row, factor);
-          normaliser[r] *= factor;
         }
-        for (int j = 0; j < all; j += LANES) {
-          const Vec weight = first_lanes(exp_of(load(own + j) - top), all - j);
-          store(own + j, weight);
-          normaliser[r] += sum_of(weight);
-        }
+        normaliser[r] = normaliser[r] * factor + total;
         for (int j = 0; j < n; ++j)
           if (errors[j] >= 0.0f) {  // S has its estimate, which does not count
             const float estimate = factor * dot(query.features, stored.features + (size_t)j * stored.row, stored.row);
@@ -395,17 +407,7 @@ static int exact_step(const Call& c) {
           if (!valid || start + t == n - 1 || valid[start + t])
             dots(repeats, x, x_row, numbers_of(near), x_row, scale_of(near, d) * c.scaling, weights + start + t, row);
       });
-      for (int r = 0; r < repeats; ++r) {
-        float *own = weights + r * row, top = -INFINITY;
-        for (long j = 0; j < n; ++j) top = own[j] > top || own[j] != own[j] ? own[j] : top;
-        Vec total{};
-        for (long j = 0; j < n; j += LANES) {
-          const Vec weight = first_lanes(exp_of(load(own + j) - (top == -INFINITY ? 0.0f : top)), (int)std::min<long>(n - j, LANES));
-          store(own + j, weight);
-          total += weight;
-        }
-        totals[r] = sum_of(total);
-      }
+      for (int r = 0; r < repeats; ++r) exponentials_of(weights + r * row, n, totals + r);
       memset(out, 0, (size_t)repeats * e_row * sizeof(float));
       for_blocks(values, e, token_value, e_row, [&](const auto* near, long near_row, long start, int count) {
         for (int t = 0; t < count; ++t)
