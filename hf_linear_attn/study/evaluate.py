@@ -22,7 +22,7 @@ from ..utils.extras import require_packages
 from ..utils.formatting import fixed
 from ..utils.progress import ConsoleProgress, Progress, report_batches
 from .options import EvaluateConfig, EvaluationData, with_options
-from .prepare import ExactModel, Measurement, PreparedModel, inputs_text, prepare
+from .prepare import EvaluatedModel, ExactModel, Measurement, inputs_text, prepare
 from .results import Evaluation
 from .study import Study, check_study, open_study
 from .timing import measure_speed
@@ -141,7 +141,7 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
     return evaluation
 
 
-def of_mechanisms(one: PreparedModel) -> list[Measurement]:
+def of_mechanisms(one: EvaluatedModel) -> list[Measurement]:
     """Return what is measured of linear attention only: how near each head comes to exact attention, and sizes."""
 
     def fidelity(model: PreTrainedModel, on_batch: Callable[[int, int], None]) -> Values:
@@ -155,7 +155,7 @@ def of_mechanisms(one: PreparedModel) -> list[Measurement]:
     return [(conditions("fidelity", settings=data), fidelity), (conditions("parameters"), parameters)]
 
 
-def measure_quality(study: Study, one: PreparedModel) -> dict[str, Loader]:
+def measure_quality(study: Study, one: EvaluatedModel) -> dict[str, Loader]:
     """Measure every variant of a model; return the converted ones, by their label."""
     converted: dict[str, Loader] = {}
     rows = list(variants_of(one, study))

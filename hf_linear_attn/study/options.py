@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
 from ..data.files import Documents
-from ..utils.options import OptionError, check_exclusive, check_options, make_config, option, to_dict
+from ..utils.options import OptionError, check_exclusive, check_options, check_value, make_config, option, to_dict
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -248,14 +248,14 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_value("data.max_length", self.data.max_length, int | None, least=16)
         check_exclusive(self, "resume", "overwrite")
 
 
 @dataclass(frozen=True)
-class ResolvedOptions:
-    """How much is measured on a model: the options with all defaults filled in."""
+class DataSizes:
+    """How much of its data a model is trained and measured on, with all defaults filled in."""
 
-    attentions: tuple[str, ...]  # mechanisms to patch in
     steps: int  # of attention transfer
     sequence_length: int  # the longest sequence of transfer and fidelity, in tokens
     batch_size: int  # sequences in one step of transfer
@@ -265,17 +265,51 @@ class ResolvedOptions:
     test_sequences: int  # for embeddings
     fidelity_sequences: int
     perplexity_tokens: int
+    context: int  # tokens of a window of the perplexity
+    stride: int  # tokens between windows
+    seed: int  # of the data's order
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptions(DataSizes):
+    """How much `evaluate` measures on a model: its options with all defaults filled in."""
+
+    attentions: tuple[str, ...]  # mechanisms to patch in
     lengths: tuple[int, ...]  # to time
     length: int  # of the user's inputs, one of `lengths`
     seconds: float  # to spend on each timed length
     seeds: tuple[int, ...]  # of everything random; each gives a conversion of its own
-    seed: int  # of the data's order
-    context: int  # tokens of a window of the perplexity
-    stride: int  # tokens between windows
     throughput_batch_size: int  # sequences at once where throughput is timed (1: it is not)
     dtype: str  # of the timed models
     backward: bool  # whether to time forward and backward together
     flops: bool  # whether to count operations, in another pass of each model
+
+
+def _data_sizes(option: str, length: int | None, kind: str, limit: int | None, *, quick: bool, seed: int) -> DataSizes:
+    """Return the sizes of an evaluation for the longest sequence that an option gives; None: that of the kind."""
+    usual = {"decoder": 512, "encoder": 256, "classifier": 128}[kind]
+    length = length or min(usual, limit or usual)
+    _check_positions(option, length, limit)
+    batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
+    return DataSizes(
+        steps=25 if quick else 100,
+        sequence_length=length,
+        batch_size=batch_size,
+        evaluations=2 if quick else 4,
+        train_sequences=batch_size * (26 if quick else 120),
+        validation_sequences=batch_size * (1 if quick else 2),
+        test_sequences=max(24 if quick else 128, batch_size),
+        fidelity_sequences=max(4 if quick else 24, batch_size),
+        perplexity_tokens=4096 if quick else 16384,
+        context=length,
+        stride=max(length // 2, 1),
+        seed=seed,
+    )
+
+
+def _check_positions(option: str, length: int | None, limit: int | None) -> None:
+    if length is not None and limit is not None and length > limit:
+        raise OptionError(option, f"{length} is beyond the model's {limit} positions. Give {limit} or less.")
 
 
 def resolve_options(
@@ -289,39 +323,41 @@ def resolve_options(
         ValueError: A sequence length or a context is beyond the model's positions.
     """
     quick = config.quick
-    default_length = {"decoder": 512, "encoder": 256, "classifier": 128}[kind]
-    length = config.sequence_length or min(default_length, limit or default_length)
-    for name, value in (("sequence_length", length), ("context", config.context)):
-        if value is not None and limit is not None and value > limit and (table or name == "sequence_length"):
-            raise OptionError(name, f"{value} is beyond the model's {limit} positions. Give {limit} or less.")
+    sizes = _data_sizes("sequence_length", config.sequence_length, kind, limit, quick=quick, seed=config.seed)
+    _check_positions("context", config.context, limit if table else None)
+    context = config.context or sizes.context
+    own = {"steps": config.steps, "context": context, "stride": config.stride or max(context // 2, 1)}
     default = QUICK_ATTENTIONS if quick else DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
-    own = config.length or min(limit or 2048, 2048)
+    length = config.length or min(limit or 2048, 2048)
     usual = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
     shortest = (limit,) if limit is not None and 16 <= limit < 128 else ()
     within = [length for length in usual if config.length is None or length <= config.length]
-    lengths = config.speed.lengths or (*shortest, *within)
-    context = config.context or min(length, limit or length)
-    batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
     return ResolvedOptions(
+        **{**vars(sizes), **{name: value for name, value in own.items() if value is not None}},
         attentions=tuple(dict.fromkeys(config.attention or (() if config.converted else default))),
-        steps=(25 if quick else 100) if config.steps is None else config.steps,
-        sequence_length=length,
-        batch_size=batch_size,
-        evaluations=2 if quick else 4,
-        train_sequences=batch_size * (26 if quick else 120),
-        validation_sequences=batch_size * (1 if quick else 2),
-        test_sequences=max(24 if quick else 128, batch_size),
-        fidelity_sequences=max(4 if quick else 24, batch_size),
-        perplexity_tokens=4096 if quick else 16384,
-        lengths=tuple(sorted({*lengths, own})),
-        length=own,
+        lengths=tuple(sorted({*(config.speed.lengths or (*shortest, *within)), length})),
+        length=length,
         seconds=config.speed.seconds or (1.5 if quick else 12.0),
         seeds=config.seeds or (config.seed,),
-        seed=config.seed,
-        context=context,
-        stride=config.stride or max(context // 2, 1),
         throughput_batch_size=config.speed.batch_size or THROUGHPUT_BATCH_SIZE,
         dtype=config.speed.dtype or dtype,
         backward=config.speed.backward,
         flops=not quick,
+    )
+
+
+def resolve_plan(config: PlanConfig, kind: str, limit: int | None) -> DataSizes:
+    """Return how much `plan` uses: more than an evaluation, because a choice of layers rests on it.
+
+    It raises as `resolve_options`.
+    """
+    quick = config.quick
+    sizes = _data_sizes("data.max_length", config.data.max_length, kind, limit, quick=quick, seed=config.seed)
+    return replace(
+        sizes,
+        steps=config.steps if config.steps is not None else 25 if quick else 200,
+        evaluations=2 if quick else 5,
+        validation_sequences=2 * sizes.batch_size,
+        test_sequences=32 if quick else 256,
+        perplexity_tokens=4096 if quick else 32768,
     )

@@ -33,11 +33,11 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import check_output
 from ..utils.models import shared_copy
-from ..utils.options import OptionError, make_config
+from ..utils.options import make_config
 from ..utils.progress import ConsoleProgress
 from ..utils.timing import is_measurable
 from .budgets import MODEL_KINDS, Budget
-from .options import EvaluateConfig, PlanConfig, ResolvedOptions
+from .options import PlanConfig, resolve_plan
 from .plan_result import PAGE, PLAN, PLOT, REPORT, Candidate, PlanResult, write_plan
 from .prepare import (
     ExactModel,
@@ -73,6 +73,7 @@ class PlannedModel(PreparedModel):
     timed: PreTrainedModel  # another one where a mechanism is built for a too short largest length
     variant: Variant  # what the measurements of all choices have in common
     lengths: tuple[int, ...]  # to time, in tokens; that of a budget of speed is added
+    seconds: float  # to spend on each timed length
     positions_note: str  # about lengths beyond the model's positions
 
 
@@ -150,7 +151,7 @@ def prepare_plan(config: PlanConfig, budget: Budget) -> PlannedModel:
         refuse_unused(config.data, "metrics", "max_train_samples", "max_eval_samples", "mlm_probability")
     data = config.data.task or config.data.dataset or "the data"
     exact = ExactModel.load(config.model, kind, name, None, config.device, data)
-    model, resolved = exact.model, resolve_plan(config, exact)
+    model, resolved = exact.model, resolve_plan(config, kind, exact.positions)
     rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
     inputs = read_inputs(exact, text, replace(config.data, max_eval_samples=rows), resolved, HALVES)
     if (score := score_of(inputs.measurements[0][0])) is not None:
@@ -175,27 +176,8 @@ def prepare_plan(config: PlanConfig, budget: Budget) -> PlannedModel:
     identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": transfer}
     variant = Variant(config.attention, config.attention, lambda: patched, **identity)
     models: dict[str, Any] = {"patched": patched, "timed": timed, "variant": variant}
-    return PlannedModel(exact, inputs, resolved, **models, lengths=tuple(lengths), positions_note=note)
-
-
-def resolve_plan(config: PlanConfig, exact: ExactModel) -> ResolvedOptions:
-    """Return how much is measured: more than in an evaluation, because a choice of layers rests on it."""
-    quick = config.quick
-    try:
-        usual = EvaluateConfig(sequence_length=config.data.max_length, quick=quick, seed=config.seed)
-        resolved = exact.resolve(usual)
-    except OptionError as error:
-        raise OptionError("data.max_length", error.text) from None
-    return replace(
-        resolved,
-        attentions=(config.attention,),
-        steps=config.steps if config.steps is not None else 25 if quick else 200,
-        evaluations=2 if quick else 5,
-        validation_sequences=2 * resolved.batch_size,
-        test_sequences=32 if quick else 256,
-        perplexity_tokens=4096 if quick else 32768,
-        seconds=0.5 if quick else 2.0,
-    )
+    times: dict[str, Any] = {"lengths": tuple(lengths), "seconds": 0.5 if config.quick else 2.0}
+    return PlannedModel(exact, inputs, resolved, **models, **times, positions_note=note)
 
 
 def train_patched(study: Study, one: PlannedModel) -> dict[str, Any]:
@@ -240,8 +222,8 @@ def facts_of(one: PlannedModel, config: PlanConfig) -> dict[str, Any]:
     """Return what the report says of the run beside its result. Of paths it has the names only."""
     facts, entry = one.inputs.facts, ATTENTIONS.get(config.attention)
     names = ("budget", "attention", "options", "search", "quick", "device", "threads", "seed")
-    measured = (*TRANSFER_OPTIONS, "test_sequences", "perplexity_tokens", "seconds")
-    settings = {name: getattr(config, name) for name in names} | {"lengths": one.lengths}
+    measured = (*TRANSFER_OPTIONS, "test_sequences", "perplexity_tokens")
+    settings = {name: getattr(config, name) for name in names} | {"lengths": one.lengths, "seconds": one.seconds}
     source = facts["source"] if config.data.dataset is None else Path(config.data.dataset).name
     parameters = patch_report(one.patched).parameters
     rows = {name: facts[name] for name in ("rows", "train", *HALVES)}
@@ -422,7 +404,7 @@ class LayerSearch:
 
         The speedup of the chosen model is verified three times as long.
         """
-        tokens, seconds = self.planned.inputs.tokens, self.planned.resolved.seconds
+        tokens, seconds = self.planned.inputs.tokens, self.planned.seconds
         seconds *= 3 if data == "verification" else 1
 
         def measure() -> Values:

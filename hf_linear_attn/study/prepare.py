@@ -58,7 +58,7 @@ from ..utils.environment import environment
 from ..utils.models import Batch, shared_copy, torch_device
 from ..utils.options import OptionError, default_of
 from ..utils.sources import loading_errors
-from .options import PYTHON_DOCUMENTATION, EvaluateConfig, ResolvedOptions, resolve_options
+from .options import PYTHON_DOCUMENTATION, DataSizes, EvaluateConfig, ResolvedOptions, resolve_options
 from .study import Conditions
 
 #: Kinds of models, and the auto class of each.
@@ -109,11 +109,6 @@ class ExactModel:
     def positions(self) -> int | None:
         """The longest input in tokens, or None."""
         return longest_input(self.model)
-
-    def resolve(self, config: EvaluateConfig) -> ResolvedOptions:
-        """Return how much is measured (see `resolve_options`)."""
-        table = has_position_table(self.model)
-        return resolve_options(config, self.kind, self.positions, dtype_name(self.model), table=table)
 
     def cast(self, dtype: str | None) -> ExactModel:
         """Return a copy in another precision; the same object if that is its own (or None)."""
@@ -369,39 +364,39 @@ def score_of(conditions: Conditions) -> Score | None:
 
 
 def read_inputs(
-    exact: ExactModel, text: Text | None, data: DataConfig, resolved: ResolvedOptions, parts: Sequence[str] = HELD_OUT
+    exact: ExactModel, text: Text | None, data: DataConfig, sizes: DataSizes, parts: Sequence[str] = HELD_OUT
 ) -> Inputs:
     """Return the batches of a text, or without one of the labelled data. It raises as `text_inputs`, `task_inputs`."""
     if text is None:
-        return task_inputs(exact, data, resolved, parts)
-    return text_inputs(exact, text, resolved, parts)
+        return task_inputs(exact, data, sizes, parts)
+    return text_inputs(exact, text, sizes, parts)
 
 
-def text_inputs(exact: ExactModel, text: Text, resolved: ResolvedOptions, parts: Sequence[str] = HELD_OUT) -> Inputs:
+def text_inputs(exact: ExactModel, text: Text, sizes: DataSizes, parts: Sequence[str] = HELD_OUT) -> Inputs:
     """Cut a text into batches of rows (see `text_rows`); measured are the perplexity or the embeddings of each part."""
-    tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", resolved.sequence_length
-    counts = ((text.train, resolved.train_sequences), (text.validation, resolved.test_sequences))
+    tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", sizes.sequence_length
+    counts = ((text.train, sizes.train_sequences), (text.validation, sizes.test_sequences))
     train, test = (
         [{"input_ids": ids} for ids in text_rows(tokenizer, part, length, count, causal=causal)]
         for part, count in counts
     )
 
     def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
-        return [*padded_batches([row["input_ids"] for row in rows], resolved.batch_size, pad_token(tokenizer))]
+        return [*padded_batches([row["input_ids"] for row in rows], sizes.batch_size, pad_token(tokenizer))]
 
     tokens = [text.sha256, *(row["input_ids"] for row in [*train, *test])]  # another tokenizer makes other data
     digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
-    inputs = _split(train, test, batches, resolved, text.source, digest)
+    inputs = _split(train, test, batches, sizes, text.source, digest)
     inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)
     split = [text.validation] if len(parts) == 1 else split_halves(text.validation)
     for name, documents in zip(parts, split, strict=True):
-        windows = {"context": resolved.context, "stride": resolved.stride} if causal else {}
+        windows = {"context": sizes.context, "stride": sizes.stride} if causal else {}
         if causal:
-            rows = packed_rows(tokenizer, documents, resolved.perplexity_tokens)[:1]
-            metric = perplexity_metric(rows, **windows, batch_size=resolved.batch_size, exact=exact.model)
+            rows = packed_rows(tokenizer, documents, sizes.perplexity_tokens)[:1]
+            metric = perplexity_metric(rows, **windows, batch_size=sizes.batch_size, exact=exact.model)
         else:
-            rows = text_rows(tokenizer, documents, length, resolved.test_sequences, causal=False)
-            metric = embedding_metric(exact.model, padded_batches(rows, resolved.batch_size, pad_token(tokenizer)))
+            rows = text_rows(tokenizer, documents, length, sizes.test_sequences, causal=False)
+            metric = embedding_metric(exact.model, padded_batches(rows, sizes.batch_size, pad_token(tokenizer)))
         facts = row_facts(map(len, rows))
         if facts["tokens"] < 2:
             raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
@@ -412,17 +407,15 @@ def text_inputs(exact: ExactModel, text: Text, resolved: ResolvedOptions, parts:
     return inputs
 
 
-def task_inputs(
-    exact: ExactModel, data: DataConfig, resolved: ResolvedOptions, parts: Sequence[str] = HELD_OUT
-) -> Inputs:
+def task_inputs(exact: ExactModel, data: DataConfig, sizes: DataSizes, parts: Sequence[str] = HELD_OUT) -> Inputs:
     """Encode labelled data: train rows for the transfer (without labels), validation rows to measure on.
 
     With several parts the validation rows are dealt out to them; with one, each validation set is measured by itself.
     It raises as `load_task_data`, and a ValueError for a model with other labels or too few rows.
     """
-    count = resolved.train_sequences + resolved.validation_sequences
-    limited = replace(data, max_length=resolved.sequence_length, max_train_samples=data.max_train_samples or count)
-    task = load_task_data("classification", exact.tokenizer, limited, resolved.seed)
+    count = sizes.train_sequences + sizes.validation_sequences
+    limited = replace(data, max_length=sizes.sequence_length, max_train_samples=data.max_train_samples or count)
+    task = load_task_data("classification", exact.tokenizer, limited, sizes.seed)
     task.check_labels(exact.model.config, "The model")
     train = list(task.train)
     labeled = {f"_{name}" if name else "": list(part) for name, part in task.validation.items()}
@@ -430,12 +423,12 @@ def task_inputs(
 
     def batches(rows: Sequence[Mapping[str, Any]], *, labels: bool = False) -> list[Batch]:
         rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
-        size = resolved.batch_size
+        size = sizes.batch_size
         return [dict(task.collator(rows[start : start + size])) for start in range(0, len(rows), size)]
 
     source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
-    inputs = _split(train, rows, batches, resolved, f"the validation data of {source}", digest)
+    inputs = _split(train, rows, batches, sizes, f"the validation data of {source}", digest)
     for number, name in enumerate(parts):
         sets = labeled if len(parts) == 1 else {"": rows[number :: len(parts)]}
         inputs.facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
@@ -454,7 +447,7 @@ def _split(
     train: list[Any],
     test: Sequence[Mapping[str, Any]],
     batches: Callable[[Sequence[Mapping[str, Any]]], list[Batch]],
-    resolved: ResolvedOptions,
+    sizes: DataSizes,
     source: str,
     digest: str,
 ) -> Inputs:
@@ -462,10 +455,10 @@ def _split(
     if len(train) < 4 or len(test) < 2:
         counts = f"{len(train)} inputs to train on and {len(test)} to measure on"
         raise ValueError(f"{source} gives {counts}; 4 and 2 are needed. Give more data.")
-    random.Random(resolved.seed).shuffle(train)
-    count = max(1, min(resolved.validation_sequences, len(train) // 4))
+    random.Random(sizes.seed).shuffle(train)
+    count = max(1, min(sizes.validation_sequences, len(train) // 4))
     parts = {"train": train[count:], "held_out": test}
-    parts["fidelity"] = evenly_spread(test, resolved.fidelity_sequences)
+    parts["fidelity"] = evenly_spread(test, sizes.fidelity_sequences)
     lengths = {name: row_facts(len(row["input_ids"]) for row in rows) for name, rows in parts.items()}
     return Inputs(
         train=batches(train[count:]),
@@ -485,16 +478,16 @@ def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> 
 
 
 def with_sentence_pairs(
-    inputs: Inputs, exact: ExactModel, folder: str, resolved: ResolvedOptions, max_rows: int | None
+    inputs: Inputs, exact: ExactModel, folder: str, sizes: DataSizes, max_rows: int | None
 ) -> Inputs:
     """Measure first how embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread."""
     rows = list(load_task("stsb", folder=folder)["validation"])
     rows = rows if max_rows is None else evenly_spread(rows, max_rows)
     texts = [row[column] for column in ("sentence1", "sentence2") for row in rows]
-    tokenizer, length = exact.tokenizer, resolved.sequence_length
+    tokenizer, length = exact.tokenizer, sizes.sequence_length
     ids = [encode_text(tokenizer, text, add_special_tokens=True) for text in texts]
     ids = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in ids]
-    options: dict[str, Any] = {"batch_size": max(resolved.batch_size, 16), "pad": pad_token(tokenizer)}
+    options: dict[str, Any] = {"batch_size": max(sizes.batch_size, 16), "pad": pad_token(tokenizer)}
     metric = sentence_pair_metric(ids, [float(row["label"]) for row in rows], **options)
     digest = hashlib.sha256(repr([ids, [row["label"] for row in rows]]).encode())
     conditions = exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)})
@@ -528,9 +521,7 @@ class PreparedModel:
 
     exact: ExactModel
     inputs: Inputs
-    resolved: ResolvedOptions
-    groups: tuple[CheckpointGroup, ...] = ()  # checkpoints
-    task: str = ""  # a further task that this model is for; only its scores are measured then
+    resolved: DataSizes
 
     @property
     def scores(self) -> list[Score]:
@@ -538,7 +529,18 @@ class PreparedModel:
         return [score for conditions, _ in self.inputs.measurements if (score := score_of(conditions)) is not None]
 
 
-def prepare(model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Text | None = None) -> list[PreparedModel]:
+@dataclass(frozen=True)
+class EvaluatedModel(PreparedModel):
+    """One model of an evaluation."""
+
+    resolved: ResolvedOptions
+    groups: tuple[CheckpointGroup, ...] = ()  # checkpoints
+    task: str = ""  # a further task that this model is for; only its scores are measured then
+
+
+def prepare(
+    model: Any, config: EvaluateConfig, tokenizer: Any = None, text: Text | None = None
+) -> list[EvaluatedModel]:
     """Load the model, and those of further tasks, with their data; every error of the input is raised here."""
     for name in config.attention or ():
         check_mechanism(name)
@@ -565,8 +567,8 @@ def _prepare(
     labels: dict[str, str],
     tokenizer: Any = None,
     text: Text | None = None,
-    first: PreparedModel | None = None,
-) -> PreparedModel:
+    first: EvaluatedModel | None = None,
+) -> EvaluatedModel:
     """Load one model with its data. That of a further task has the mechanisms, seeds and steps of the `first`."""
     task, data = config.data.own_task, config.data.source
     name, kind, model_config = describe_source(source, task, config.data.dataset)
@@ -581,7 +583,8 @@ def _prepare(
         refuse_unused(data, "metrics", *(["max_eval_samples"] if config.data.sts is None else []))
     title = task or Path(str(config.data.dataset)).name
     exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
-    resolved = exact.resolve(config)
+    table, dtype = has_position_table(exact.model), dtype_name(exact.model)
+    resolved = resolve_options(config, kind, exact.positions, dtype, table=table)
     if first is not None:
         resolved = replace(resolved, **{key: getattr(first.resolved, key) for key in ("attentions", "seeds", "steps")})
         _check_like_first(str(source), task, exact.model, groups, first)
@@ -591,7 +594,7 @@ def _prepare(
     if config.recall_lengths:
         recall = recall_measurement(exact, config.recall_lengths, config.seed)
         inputs = replace(inputs, measurements=[*inputs.measurements, recall])
-    return PreparedModel(exact, inputs, resolved, tuple(groups), task or "" if first else "")
+    return EvaluatedModel(exact, inputs, resolved, tuple(groups), task or "" if first else "")
 
 
 def refuse_unused(data: DataConfig, *names: str) -> None:
@@ -602,7 +605,7 @@ def refuse_unused(data: DataConfig, *names: str) -> None:
 
 
 def _check_like_first(
-    source: str, task: str | None, model: PreTrainedModel, groups: Sequence[CheckpointGroup], first: PreparedModel
+    source: str, task: str | None, model: PreTrainedModel, groups: Sequence[CheckpointGroup], first: EvaluatedModel
 ) -> None:
     """Raise a ValueError where the model of a further task is not made as the first one: time is measured on that."""
     check_same_shape(source, model.config, first.exact.model.config)

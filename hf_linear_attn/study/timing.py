@@ -22,7 +22,7 @@ from ..measure.speed import (
 from ..measure.values import Values
 from ..utils.formatting import format_bytes
 from ..utils.timing import MIN_ROUNDS
-from .prepare import ExactModel, PreparedModel
+from .prepare import EvaluatedModel, ExactModel
 from .study import Record, Study
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION, Variant, timed_variants
 
@@ -33,7 +33,7 @@ LONGEST_WAIT = 120.0
 MEMORY_SHARE = 0.8
 
 
-def measure_speed(study: Study, one: PreparedModel) -> list[str]:
+def measure_speed(study: Study, one: EvaluatedModel) -> list[str]:
     """Time all variants of a model at every length; return what was left out, and why.
 
     Operations are counted for one sequence: a batch has so many times as many, and a prefill as many as a forward pass.
@@ -58,7 +58,7 @@ class TimedVariants:
     """The variants of a model that are timed. One record holds all of them: a speedup is a ratio within its rounds."""
 
     study: Study
-    one: PreparedModel
+    one: EvaluatedModel
     exact: ExactModel
     variants: Sequence[Variant]
 

@@ -23,7 +23,7 @@ from ..training.transfer import transfer_attention
 from ..utils.models import shared_copy
 from ..utils.progress import OnBatch, report_nothing
 from .options import ResolvedOptions
-from .prepare import CheckpointGroup, ExactModel, Measurement, PreparedModel, seed_options
+from .prepare import CheckpointGroup, EvaluatedModel, ExactModel, Measurement, PreparedModel, seed_options
 from .study import Conditions, Learned, Record, Study
 
 #: Labels of the two references, and the mechanism's name of a model without attention.
@@ -86,7 +86,7 @@ def references(model: PreTrainedModel) -> list[Variant]:
     ]
 
 
-def variants_of(one: PreparedModel, study: Study) -> Iterator[list[Variant]]:
+def variants_of(one: EvaluatedModel, study: Study) -> Iterator[list[Variant]]:
     """Yield the variants of a model by rows of the summary."""
     for reference in references(one.exact.model):
         yield [reference]
@@ -99,7 +99,7 @@ def variants_of(one: PreparedModel, study: Study) -> Iterator[list[Variant]]:
             yield [Variant(group.label, group.attention, load, group.state, settings={"checkpoint": fingerprint})]
 
 
-def mechanism_stages(one: PreparedModel, study: Study, name: str, seed: int) -> list[Variant]:
+def mechanism_stages(one: EvaluatedModel, study: Study, name: str, seed: int) -> list[Variant]:
     """Return a mechanism untrained (what it learns is calibrated) and, if it learns, after attention transfer.
 
     Each loads a model of its own. There is nothing if a seed changes nothing.
