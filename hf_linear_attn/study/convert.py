@@ -136,8 +136,8 @@ def _execute(
             speed_table(results["stages"]),
         ):
             for line in (*table, "") if table else ():
-                run.say(line)
-        run.say(f"Result: {run.folder / 'model'}")
+                run.progress.log(line)
+        run.progress.log(f"Result: {run.folder / 'model'}")
     return results
 
 
@@ -164,7 +164,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
         budget.check_metric(run.data.metric, greater_is_better=run.data.greater_is_better)
     teacher = _teacher(run)
     if config.task_type == "embedding":
-        with run.working("computing the teacher's embeddings"):
+        with run.progress.working("computing the teacher's embeddings"):
             _label_with_embeddings(run.data, teacher.to(run.process.device))
     run.measure("teacher", teacher)
     if config.task_type in ("causal-lm", "masked-lm"):
@@ -197,7 +197,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
     if _timed_lengths(run):
 
         def time_both() -> dict[str, Any]:
-            with run.working("measuring speed"):
+            with run.progress.working("measuring speed"):
                 return _speed(run, teacher, student)
 
         run.once("speed", time_both)
@@ -209,14 +209,14 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
 
 def _save(run: TrainingRun, model: PreTrainedModel, facts: dict[str, Any], state: dict[str, Any]) -> None:
     """Write the model with its card."""
-    with run.working("writing the model"):
+    with run.progress.working("writing the model"):
         run.save(run.folder / "model", model, model_card(run.config, facts, state))
 
 
 def _load_data(run: TrainingRun) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
     max_length, reason = models.row_limit(config, tokenizer)
-    with run.working(f"reading {config.data.task or config.data.dataset}"):
+    with run.progress.working(f"reading {config.data.task or config.data.dataset}"):
         if config.task_type == "classification" and isinstance(config, ConvertConfig) and not config.teacher.enabled:
             models.check_head(config)
         with run.process.main_process_first():
@@ -224,14 +224,14 @@ def _load_data(run: TrainingRun) -> TaskData:
     facts = data.facts
     held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
     train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
-    run.say(f"Data: {data.rows}; {train}, {held_out:,} to validate on")
+    run.progress.log(f"Data: {data.rows}; {train}, {held_out:,} to validate on")
     if facts["train_truncated"]:
         share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
         cut = f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut"
-        run.say(f"{cut} to {max_length:,} tokens ({reason}); they lose {100 * share:.1f} % of all tokens.")
+        run.progress.log(f"{cut} to {max_length:,} tokens ({reason}); they lose {100 * share:.1f} % of all tokens.")
     if repeated := facts["validation_repeated"]:
         rows = f"{repeated:,} of {held_out:,} validation rows are in the training data, too"
-        run.say(f"{rows}: their scores say little of new inputs.")
+        run.progress.log(f"{rows}: their scores say little of new inputs.")
     return data
 
 
@@ -244,7 +244,7 @@ def _tokenizer(run: TrainingRun) -> Any:
     run.prepare_folder()
     if run.is_main_process and not folder.exists():
         columns = config.data.text_columns
-        with run.working("training a tokenizer"):
+        with run.progress.working("training a tokenizer"):
             rows = load_splits(config.data, columns)["train"]
             texts = (text for column in columns for text in rows[column])
             tokenizer = models.train_tokenizer(texts, config.train_tokenizer, models.row_limit(config)[0])
@@ -287,7 +287,7 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
         options = {"share": config.exact_share or SEARCH_SHARE, "seed": config.seed, **config.options}
         if budget is not None and budget.cost != "cache":
             options["window_size"] = quarter_window(data.longest)
-        with run.working("choosing the heads that stay exact"):
+        with run.progress.working("choosing the heads that stay exact"):
             search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
         chosen, reason = config.options, ""
         if budget is not None:
@@ -297,9 +297,9 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
             if choice.cache_dtype != "auto":
                 chosen["cache_dtype"] = choice.cache_dtype
             reason = choice.reason
-            run.say(f"For the budget {config.budget}: {reason}.")
+            run.progress.log(f"For the budget {config.budget}: {reason}.")
         heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
-        run.say(f"Exact heads by layer: {heads}")
+        run.progress.log(f"Exact heads by layer: {heads}")
         plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
         return {"plan": plan, "reason": reason, "heads": search.table.to_dict("records")}
 
@@ -331,7 +331,7 @@ def _recall(run: TrainingRun, name: str, model: PreTrainedModel, length: int) ->
     """Measure once what a model recalls of prompts of so many tokens."""
 
     def measure() -> dict[str, Any]:
-        with run.working(f"measuring what {name} recalls"):
+        with run.progress.working(f"measuring what {name} recalls"):
             model.to(run.process.device)
             tasks = [RECALL_TASKS[run.config.task_type]]
             options: dict[str, Any] = {"tasks": tasks, "lengths": [length], "trials": RECALL_TRIALS}
@@ -357,7 +357,7 @@ def _verify_recall(run: TrainingRun, teacher: PreTrainedModel, student: PreTrain
         for name, model in (("teacher", teacher), ("this model", student)):
             _recall(run, name, model, length)
     except ValueError as error:
-        run.say(f"Recall was not measured: {error}")
+        run.progress.log(f"Recall was not measured: {error}")
 
 
 @torch.no_grad()
@@ -400,7 +400,7 @@ def _estimate(run: TrainingRun, teacher: PreTrainedModel) -> None:
     minutes = passes * seconds[-1] / 60
     text = f"{minutes:.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
     stages = f"{transfer.max_steps} steps of attention transfer and {steps} of distillation"
-    run.say(f"About {text} of training: {stages}, by the time of one forward pass ({seconds[-1]:.2g} s).")
+    run.progress.log(f"About {text} of training: {stages}, by the time of one forward pass ({seconds[-1]:.2g} s).")
 
 
 def _long_rows(run: TrainingRun, student: PreTrainedModel) -> Any:
@@ -425,7 +425,7 @@ def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
     def fit() -> tuple[PreTrainedModel, dict[str, Any]]:
         student.to(run.process.device)
         batches = (run.data.collator([row]) for row in rows)
-        with run.working("calibrating"):
+        with run.progress.working("calibrating"):
             chosen = leading_batches(batches, CALIBRATION_TOKENS)
             result = calibrate(student, chosen, max_length=_calibrated_length(run))
         return student, {"step": 0, "within_factor_2": result.within() if len(result.table) else None}
@@ -450,7 +450,7 @@ def _close_harmful_parts(
             length = max(batch["input_ids"].shape[1] for batch in batches)
             documents = standard_library_documents()[:OTHER_DOCUMENTS]
             batches += [{"input_ids": torch.tensor([packed_rows(data.tokenizer, documents, length)[0]])}]
-        with run.working("measuring what linear parts are worth"):
+        with run.progress.working("measuring what linear parts are worth"):
             parts = close_harmful_parts(student, batches)
         rows = parts.table.to_dict("records")
         return student, {"step": 0, "layers": rows, **{f"loss, {name}": value for name, value in parts.loss.items()}}
@@ -458,7 +458,9 @@ def _close_harmful_parts(
     student = run.learned("linear parts", student, close, LEARNED)
     layers = run.state["linear parts"]["layers"]
     if closed := sum(not row["kept"] for row in layers):
-        run.say(f"Closed, since the model is better without: the linear part of {closed} of {len(layers)} layers.")
+        run.progress.log(
+            f"Closed, since the model is better without: the linear part of {closed} of {len(layers)} layers."
+        )
         metrics = run.measure("closed", student)
     return student, metrics
 
@@ -471,11 +473,11 @@ def _transfer(run: TrainingRun, student: PreTrainedModel, metrics: Metrics) -> t
     rows, limit = _long_rows(run, student), exact_length(student)
     if not len(rows):
         reason = f"Attention transfer was skipped: no training input has more than the {limit:,} tokens that are exact."
-        run.say(reason)
+        run.progress.log(reason)
         run.once("transfer", lambda: {"step": 0, "skipped": reason})
         return student, metrics
     if len(rows) < len(data.train) and "transfer" not in run.state:
-        run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
+        run.progress.log(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
     # At least one row, which is trained on as well if it is the only one.
     count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
     train, validation = rows.select(range(max(len(rows) - count, 1))), rows.select(range(len(rows) - count, len(rows)))
@@ -515,7 +517,7 @@ def _keep_better(
     if not _is_worse(run.data, metrics, after, result):
         return after
     stage = {"transferred": "Attention transfer", "distilled": "Distillation"}[result]
-    run.say(f"{stage} is taken back: the {run.data.metric} is better without it.")
+    run.progress.log(f"{stage} is taken back: the {run.data.metric} is better without it.")
     student.load_state_dict(before, strict=False)
     return metrics
 
@@ -550,7 +552,7 @@ def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel)
             values = _timings(run, teacher, student, length)
         except ValueError as error:
             # A mechanism that is built for a largest length, such as Linformer, cannot be timed beyond it.
-            run.say(f"{length:,} tokens were not timed: {error}")
+            run.progress.log(f"{length:,} tokens were not timed: {error}")
             continue
         timed.append(length)
         for name, own in rows.items():
@@ -585,7 +587,7 @@ def _facts(run: TrainingRun, model: PreTrainedModel) -> dict[str, Any]:
     if limit and report and report.parameters and counts["longer"] < MIN_LONGER_SHARE * len(lengths):
         share = "little" if counts["longer"] else "nothing"
         remedy = "Give longer inputs, or narrow what is exact (options.window_size, store_size or block_size)."
-        run.say(f"{exactness(counts)} So these data train {share} of the mechanism. {remedy}")
+        run.progress.log(f"{exactness(counts)} So these data train {share} of the mechanism. {remedy}")
     return {
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

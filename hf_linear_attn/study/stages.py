@@ -1,8 +1,6 @@
 """The stages of `convert` and `finetune`: each is measured or trained once, in a study."""
 
 import shutil
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -13,7 +11,6 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from rich.console import Console
-from rich.markup import escape
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -40,6 +37,7 @@ from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from ..utils.options import flatten, to_dict
+from ..utils.progress import LineProgress, Progress
 from .budgets import Budget
 from .study import LEARNED_FOLDER, RECORDS_FILE, Conditions, Records, Study
 
@@ -54,9 +52,6 @@ TRAINERS: dict[str, type[FinetuningTrainer]] = {
 STUDY_FOLDER = "study"
 LOG_FILE = "log.jsonl"
 RESULTS_FILE = "results.json"
-
-#: Seconds between two lines of progress where there is no terminal.
-PROGRESS_SECONDS = 60.0
 
 #: How to go on with a run that was interrupted.
 RESUME = "Continue with the same options and --resume."
@@ -82,14 +77,13 @@ class StageLog(TrainerCallback):
         self,
         stage: str,
         path: Path | None,
-        say: Callable[[str], None] = lambda line: None,
+        progress: Progress | None = None,
         *,
         steps: int = 0,
         save_steps: int = 0,
     ) -> None:
-        self.stage, self.say, self.steps, self.save_steps = stage, say, steps, save_steps
+        self.stage, self.progress, self.steps, self.save_steps = stage, progress or Progress(), steps, save_steps
         self.file = None if path is None else JsonLinesFile(path)  # None: another process writes it
-        self._last = time.monotonic()
 
     def begin(self, step: int) -> None:
         """Remove the lines of the steps after this one, which are about to be repeated."""
@@ -97,17 +91,15 @@ class StageLog(TrainerCallback):
             self.file.remove(lambda row: row.get("stage") == self.stage and (row.get("step") or 0) > step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line. Report the metrics of an evaluation, and the loss if the last report is a while ago."""
+        """Append a line. Report the metrics of an evaluation, and the loss if the last line is a while ago."""
         metrics = {
             name.removeprefix("eval_"): value
             for name, value in values.items()
             if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time", "stderr"))
         }
-        is_due = time.monotonic() - self._last >= PROGRESS_SECONDS
-        if metrics or ("loss" in values and is_due):
-            self._last = time.monotonic()
+        if metrics or ("loss" in values and self.progress.is_silent):
             text = f": {format_metrics(metrics)}" if metrics else f", loss {values['loss']:.4f}"
-            self.say(f"{self.stage}: step {step} of {self.steps}{text}")
+            self.progress.log(f"{self.stage}: step {step} of {self.steps}{text}")
         if self.file is not None:
             self.file.append(json_safe({"step": step, "stage": self.stage, **values}))
 
@@ -166,7 +158,6 @@ class TrainingRun:
         budget = getattr(config, "budget", None)
         self.budget = None if budget is None else Budget.parse(budget)
         self.folder = Path(config.output)
-        self.console = console or Console(stderr=True)
         self.trackers = installed_trackers(config.report_to)
         choice = {"overwrite": config.overwrite, "resume": config.resume}
         check_output(
@@ -180,6 +171,7 @@ class TrainingRun:
         self.process = PartialState(cpu=self.use_cpu)
         check_launch(self.process)
         self.is_main_process = bool(self.process.is_main_process)
+        self.progress = LineProgress(console, shown=self.is_main_process)
         self.log_file = self.folder / LOG_FILE if self.is_main_process else None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -194,11 +186,11 @@ class TrainingRun:
             remedy = f"Batches would have another size: resume it with {before}."
             raise ValueError(f"resume: {str(self.folder)!r} was begun with {before} processes, now {count}. {remedy}")
         self._data_facts: dict[str, Any] = {}
-        self.doing = "between two stages"
-        self._spoke = time.monotonic()
         self._is_prepared = False
         if config.bf16 and has_slow_bfloat16(self.process.device.type):
-            self.say("bf16: this processor has no AVX-512 and computes bfloat16 many times slower. Leave it out.")
+            self.progress.log(
+                "bf16: this processor has no AVX-512 and computes bfloat16 many times slower. Leave it out."
+            )
         for stage in TRAINERS:
             section = getattr(config, stage, None)
             if section is not None and section.enabled:
@@ -215,7 +207,7 @@ class TrainingRun:
                 raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
         records.path = path if self.is_main_process else None
         records.start_run(self.tool, to_dict(config), environment(self.process.device))
-        return Study(path.parent, records, writes=self.is_main_process)
+        return Study(path.parent, records, self.progress, writes=self.is_main_process)
 
     def _conditions(self, stage: str) -> Conditions:
         options = flatten(to_dict(self.config))
@@ -251,39 +243,12 @@ class TrainingRun:
         self._is_prepared = True
         self.process.wait_for_everyone()
 
-    def say(self, text: str) -> None:
-        """Report a line on the main process."""
-        self._spoke = time.monotonic()
-        if self.is_main_process:
-            self.console.print(escape(text), highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        """Context manager of something that takes time: a line at once, and one every minute without another line."""
-        before, self.doing = self.doing, f"while {text}"
-        self.say(f"{text[0].upper()}{text[1:]} ...")
-        started, ends = time.monotonic(), threading.Event()
-
-        def remind() -> None:
-            while not ends.wait(1.0):
-                if time.monotonic() - self._spoke >= PROGRESS_SECONDS:
-                    self.say(f"... {text}, for {(time.monotonic() - started) / 60:.0f} min")
-
-        thread = threading.Thread(target=remind, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ends.set()
-            thread.join()
-        self.doing = before
-
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Context manager: SIGINT and SIGTERM end the run, in any stage, and say what is stored and how to go on."""
 
         def stop(number: int) -> None:
-            raise InterruptedRunError(self.doing, RESUME, number)
+            raise InterruptedRunError(self.progress.doing, RESUME, number)
 
         watch = SignalWatch(stop)
         watch.start()
@@ -351,7 +316,7 @@ class TrainingRun:
         def evaluate() -> dict[str, float]:
             self.prepare_folder()
             arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
-            with self.working(f"measuring: {stage}"), quiet_transformers():
+            with self.progress.working(f"measuring: {stage}"), quiet_transformers():
                 trainer = FinetuningTrainer(model, arguments, **self.data.trainer_arguments())
                 trainer.remove_callback(PrinterCallback)
                 # The complete model is on each device: nothing is sharded for an evaluation.
@@ -360,7 +325,7 @@ class TrainingRun:
                 metrics = self.data.own_metrics(trainer.evaluate())
             trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
             StageLog(stage, self.log_file).write(0, metrics)
-            self.say(f"{stage}: {format_metrics(metrics)}")
+            self.progress.log(f"{stage}: {format_metrics(metrics)}")
             return metrics
 
         return self.once(stage, evaluate)
@@ -387,7 +352,7 @@ class TrainingRun:
         arguments = self._stage_arguments(stage, data, name)
         callbacks: list[TrainerCallback] = [
             InterruptionCallback(RESUME),
-            StageLog(name, self.log_file, self.say, save_steps=self.config.save_steps),
+            StageLog(name, self.log_file, self.progress, save_steps=self.config.save_steps),
         ]
         if arguments.load_best_model_at_end and section.patience is not None:
             callbacks.append(EarlyStoppingCallback(section.patience))
@@ -398,7 +363,7 @@ class TrainingRun:
             folder = Path(str(arguments.output_dir))
             resume = get_last_checkpoint(folder) if self.config.resume and folder.is_dir() else None
             if resume is not None:
-                self.say(f"{name}: resumes from {Path(resume).name}")
+                self.progress.log(f"{name}: resumes from {Path(resume).name}")
             trainer.train(resume_from_checkpoint=resume)
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         return trainer.complete_model(), stage_progress(trainer, data)
@@ -416,7 +381,7 @@ class TrainingRun:
             checkpoint.unlink(missing_ok=True)
         self.process.wait_for_everyone()
         if checkpoint.is_file():
-            self.say(f"transfer: resumes from {checkpoint.name}")
+            self.progress.log(f"transfer: resumes from {checkpoint.name}")
         try:
             result = transfer_attention(
                 model,
@@ -450,7 +415,7 @@ class TrainingRun:
     def _transfer_log(self, accelerator: Accelerator) -> Callable[[dict[str, float]], None]:
         """Return what logs a step or an evaluation of the attention transfer."""
         section, begun = self.config.transfer, False
-        log = StageLog("transfer", self.log_file, self.say, steps=section.max_steps)
+        log = StageLog("transfer", self.log_file, self.progress, steps=section.max_steps)
 
         def write(values: dict[str, float]) -> None:
             nonlocal begun
@@ -536,7 +501,7 @@ class TrainingRun:
             "report_to": list(self.trackers),
             "include_num_input_tokens_seen": "non_padding",
             "label_names": ["labels"],
-            "disable_tqdm": not self.console.is_terminal,
+            "disable_tqdm": not self.progress.console.is_terminal,
         }
 
     def save(self, target: Path, model: PreTrainedModel, card: str | None = None) -> None:

@@ -1,8 +1,11 @@
-"""Progress of an evaluation or a plan on the terminal."""
+"""Progress on the terminal: a bar for an evaluation or a plan, lines for a training run of hours."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,9 +19,17 @@ T = TypeVar("T")
 OnBatch = Callable[[int, int], None]
 """Called with the rows done and all rows."""
 
+#: Seconds between two lines of progress where there is no bar.
+LINE_SECONDS = 60.0
+
 
 class Progress:
-    """What an evaluation reports while it runs: nothing, unless a subclass shows it."""
+    """What a study reports while it runs: nothing, unless a subclass shows it."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a line of progress is due, because the last one is a while ago."""
+        return False
 
     def status(self, message: str, done: int = 0, total: int | None = None) -> None:
         """Report what is being done, and how much of it is done."""
@@ -63,13 +74,64 @@ class ConsoleProgress(Progress):
 
     def log(self, message: str) -> None:
         """Print a line above the bar."""
-        text = printable(message, self.console.encoding)
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_line(self.console, message)
 
     def table(self, frame: pandas.DataFrame) -> None:
         """Print a table of text with its index. Columns that do not fit into the width follow in further tables."""
         titled = frame.rename_axis(index=None, columns=frame.index.name)
         self.log(titled.to_string(line_width=max(self.console.width - 2, 1)))
+
+
+class LineProgress(Progress):
+    """Lines on a rich console, whose log somebody reads later.
+
+    Args:
+        console: The console; None: stderr.
+        shown: Whether anything is shown: by the first of several processes only.
+    """
+
+    def __init__(self, console: Any = None, *, shown: bool = True) -> None:
+        from rich.console import Console
+
+        self.console, self.shown = console or Console(stderr=True), shown
+        self.doing = "between two stages"  # what an interruption would interrupt
+        self._last = time.monotonic()
+
+    def log(self, message: str) -> None:
+        """Print a line."""
+        self._last = time.monotonic()
+        if self.shown:
+            print_line(self.console, message)
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self._last >= LINE_SECONDS
+
+    @contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Context manager of something that takes time: a line at once, and one every minute without another line."""
+        before, self.doing = self.doing, f"while {text}"
+        self.log(f"{text[0].upper()}{text[1:]} ...")
+        started, ends = time.monotonic(), threading.Event()
+
+        def remind() -> None:
+            while not ends.wait(1.0):
+                if self.is_silent:
+                    self.log(f"... {text}, for {(time.monotonic() - started) / 60:.0f} min")
+
+        thread = threading.Thread(target=remind, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ends.set()
+            thread.join()
+        self.doing = before
+
+
+def print_line(console: Any, text: str) -> None:
+    """Print a line as it is, as far as the console's encoding has its characters."""
+    console.print(printable(text, console.encoding), highlight=False, markup=False, soft_wrap=True)
 
 
 def report_nothing(done: int, total: int) -> None:

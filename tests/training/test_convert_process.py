@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 
 from hf_linear_attn.study import convert as stages
-from hf_linear_attn.study import stages as study_stages
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.resumable import InterruptedRunError
+from hf_linear_attn.utils import progress
 from tests.training.tiny_runs import convert_config, finetune_config, quiet, weights
 
 
@@ -50,7 +50,7 @@ def test_a_signal_in_any_stage_says_what_is_stored(
 
 @pytest.mark.slow
 def test_a_long_stage_says_so_every_minute(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_stages, "PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.1)
     original = stages._speed
 
     def slow(*args: Any) -> Any:
