@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data.task_data import AUTO_CLASSES
 from ..data.tasks import TASKS
-from ..measure.quality import assess
+from ..measure.quality import Score, assess
 from ..measure.speed import NOT_MEASURABLE
 from ..mechanisms.softmax import EXACT
 from ..training.options import TrainingRunConfig
@@ -19,6 +19,7 @@ from ..utils.options import flatten, to_dict
 from ..utils.timing import is_measurable
 from ..version import __version__
 from .budgets import Budget, scored
+from .comparison import Comparison, Quality
 
 #: A repository: a name, or an owner and a name.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -120,16 +121,19 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
     own, reference = (math.nan if values.get(metric) is None else values[metric] for values in (student, base))
     if not (math.isfinite(own) and math.isfinite(reference)):
         return ""
-    problem = _inconclusive(facts, state, metric, higher)
-    if problem or reference <= 0:
+    if problem := _inconclusive(facts, state, metric, higher):
         return problem
+    assessment = assess(own, reference, None, higher_is_better=higher)
+    one = Comparison(Score("", metric, metric, higher), Quality(own), Quality(reference), name == "control", assessment)
+    if one.share is None or reference <= 0:
+        return ""
     texts = [with_error(metric, values, validation_rows(facts, metric)) for values in (student, base)]
-    if own != reference and (own > reference) is higher:
+    if one.better:
         sentence = f"The {metric} is better than the {name}'s, {texts[0]} against {texts[1]}."
     elif higher:
-        sentence = f"This is {100 * own / reference:.1f} % of the {name}'s {metric}."
+        sentence = f"This is {100 * one.share:.1f} % of the {name}'s {metric}."
     else:
-        sentence = f"The {metric} is {100 * (own / reference - 1):.1f} % above the {name}'s."
+        sentence = f"The {metric} is {100 * (1 / one.share - 1):.1f} % above the {name}'s."
     if state.get("distilled") and name == "teacher":
         sentence += " The teacher was not trained in the last stage; `--control` trains it as long."
     return sentence

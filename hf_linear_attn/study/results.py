@@ -14,12 +14,13 @@ from typing import Any
 
 import pandas as pd
 
-from ..measure.quality import Assessment, Score, assess
+from ..measure.quality import Score, assess
 from ..measure.speed import DECODING, FORMATS, FORWARD, NOT_MEASURABLE, TRAINING
 from ..utils.environment import json_safe
 from ..utils.files import atomic_write, write_json
 from ..utils.formatting import fixed
 from ..utils.timing import EQUAL, FASTER, Crossover, crossover, is_measurable
+from .comparison import Comparison, Quality
 from .study import RECORDS_FILE, Records
 from .variants import EXACT_LABEL, LINEAR_STATES, STATES, WITHOUT_ATTENTION
 
@@ -40,71 +41,6 @@ FIDELITY = (
     Score("fidelity", "kl", "KL, nats", higher_is_better=False, digits=2),
     Score("fidelity", "output_error", "output error", higher_is_better=False, digits=2),
 )
-
-
-@dataclass(frozen=True)
-class Quality:
-    """A score of one row: mean and sample standard deviation over seeds or checkpoints (None for one)."""
-
-    mean: float
-    std: float | None
-    stderr: float | None
-    values: tuple[float, ...]
-
-    def text(self, digits: int) -> str:
-        """Return `mean ± std`."""
-        return fixed(self.mean, digits) + ("" if self.std is None else f" ± {fixed(self.std, digits)}")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A mechanism's score beside that of a model with exact attention."""
-
-    score: Score
-    own: Quality
-    reference: Quality
-    control: bool  # whether the reference is the tuned exact model, and not the exact model itself
-    assessment: Assessment
-
-    @property
-    def better(self) -> bool:
-        """Whether it is better than the reference."""
-        return not self.assessment.worse and self.own.mean != self.reference.mean
-
-    @property
-    def share(self) -> float | None:
-        """The share of the reference's score that is kept, 1 where it is better; None where that is not positive."""
-        own, reference = self.own.mean, self.reference.mean
-        if self.better:
-            return 1.0
-        if reference <= 0 or (own <= 0 and not self.score.higher_is_better):
-            return None
-        return own / reference if self.score.higher_is_better else reference / own
-
-    @property
-    def kept(self) -> str:
-        """The share as text: `95.2%`, of a perplexity its change `+1.2%`, `better than exact`, or a dash."""
-        if not self.assessment.valid or self.score.agreement:
-            return "–"
-        if self.better:
-            return "better than the control" if self.control else "better than exact"
-        if self.share is None:
-            return "–"
-        return f"{self.share:.1%}" if self.score.higher_is_better else f"{1 / self.share - 1:+.1%}"
-
-    def text(self) -> str:
-        """Return what is kept of the score, such as `keeps 97.3% of STS-B Spearman`."""
-        title, assessment = self.score.title, self.assessment
-        if not assessment.valid:
-            return f"{title}: no conclusion"
-        if assessment.below_floor:
-            return f"{title}: worse than {assessment.floor_name}"
-        if self.score.agreement or self.share is None:
-            return f"{title} {self.own.text(self.score.digits)}"
-        if self.better:
-            chance = ", which is chance: its outputs differ largely" if assessment.chance else ""
-            return f"{title}: {self.kept}{chance}"
-        return f"keeps {self.kept} of {title}" if self.score.higher_is_better else f"{title} {self.kept}"
 
 
 @dataclass(frozen=True)
