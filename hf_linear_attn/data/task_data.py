@@ -1,14 +1,8 @@
-"""The data of a task as a Trainer takes it: encoded rows, a collator, metrics; and what its model's head needs.
-
-Text becomes token ids through `Dataset.map`: rows of a task, full blocks for causal language models, documents for
-masked ones. So encoded data is in the cache of the data set; a data set in memory, or beside whose files nothing can be
-written, is encoded in memory.
-"""
+"""The data of a task as a Trainer takes it: encoded rows, a collator, metrics; and what its model's head needs."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import zlib
@@ -19,13 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
 
-from ..utils.options import OptionError, check_argument
+from ..utils.options import OptionError
 from .config import DataConfig
+from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, row_lengths
 from .files import (
     FORMATS,
     TEXT_FORMATS,
@@ -35,7 +29,6 @@ from .files import (
     hold_out_validation,
     import_datasets,
     load_source,
-    shortened,
 )
 from .tasks import (
     TASKS,
@@ -47,150 +40,13 @@ from .tasks import (
     load_metrics,
     load_task,
 )
-from .text import MIN_DOCUMENTS, Text, end_tokens, hold_out, load_text, rows_text, special_tokens, token_passages
+from .text import MIN_DOCUMENTS, Text, hold_out, load_text, rows_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-DROPPED = "__dropped__"
-
 #: Text that names a class by its number, as Transformers does by default.
 _CLASS_NUMBER = re.compile(r"(LABEL_)?\s*[-+]?\d+\s*")
-
-BATCH_SIZE = 1000
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids (and `token_type_ids` and `labels` where there are any) with the numbers of their tokens, of truncated
-    rows, and of tokens left out: cut off these rows, or after the last full block."""
-
-    dataset: Dataset
-    tokens: int
-    truncated: int = 0
-    dropped: int = 0
-
-
-def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int) -> Encoded:
-    """Encode one or two text columns as one sequence with the tokenizer's special tokens.
-
-    A row has at most `max_length` tokens, special ones included; of a pair the longer text is truncated first. The
-    column `label` becomes `labels`.
-
-    Raises:
-        ValueError: A row (it is named) with a hidden label (-1), or that the tokenizer cannot read; a `max_length` that
-            leaves no token beside the special ones.
-    """
-    special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
-    if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
-        raise OptionError("data.max_length", f"{max_length!r} leaves no room for text beside {special} special tokens.")
-    for row, value in enumerate(dataset["label"][:]):
-        is_hidden = value is None or (isinstance(value, int) and value < 0)
-        if is_hidden or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
-
-    def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-        texts = [batch[name] for name in columns]
-        encoded = _tokenize(tokenizer, texts, rows)
-        dropped = [max(len(ids) - max_length, 0) for ids in encoded["input_ids"]]
-        if any(dropped):  # a second time, now that we know how many tokens are cut off
-            encoded = _tokenize(tokenizer, texts, rows, truncation=True, max_length=max_length)
-            _reset(tokenizer)
-        for row, ids in zip(rows, encoded["input_ids"], strict=True):
-            if not ids:
-                raise ValueError(f"Row {row}: the tokenizer makes no tokens of it. Remove the row.")
-        return {**encoded, DROPPED: dropped}
-
-    encoded = _map(dataset, tokenizer, encode, list(columns), ["label"]).rename_column("label", "labels")
-    dropped = encoded[DROPPED][:]
-    encoded = encoded.remove_columns(DROPPED)
-    return Encoded(encoded, sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
-
-
-def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_length: int) -> Encoded:
-    """Encode a text column as full blocks for causal language models.
-
-    The rows are those of `packed_rows`: the documents are joined in order, each followed by the end-of-sequence token
-    if the tokenizer has one, and split into blocks that begin with what the tokenizer puts before a text. The remainder
-    that fills no block is counted in `dropped`. Empty rows add nothing, not even the end token. Raises as
-    `encode_pairs`, and where there are fewer tokens than one block.
-    """
-    datasets = import_datasets()
-    check_argument("block_length", block_length, int, least=2)
-    ending = end_tokens(tokenizer)
-
-    def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-        encoded = _tokenize(tokenizer, [batch[text_column]], rows, add_special_tokens=False)
-        return {"input_ids": [[*ids, *ending] if ids else [] for ids in encoded["input_ids"]]}
-
-    encoded = _map(dataset, tokenizer, encode, [text_column])
-    parts = [table["input_ids"].combine_chunks().flatten() for table in encoded.with_format("arrow").iter(BATCH_SIZE)]
-    tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
-    before = special_tokens(tokenizer, filter(None, dataset[text_column]))[0] if len(tokens) else []
-    capacity = max(block_length - len(before), 1)
-    count = len(tokens) // capacity
-    if not count:
-        raise ValueError(f"{len(tokens)} tokens do not fill one block of {block_length}. Lower --data.max_length.")
-    blocks = tokens[: count * capacity].reshape(count, capacity)
-    dropped = len(tokens) - blocks.size
-    blocks = np.hstack([np.tile(np.array(before, dtype=np.int32), (count, 1)), blocks])
-    return Encoded(datasets.Dataset.from_dict({"input_ids": blocks}), blocks.size, dropped=dropped)
-
-
-def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
-    """Cut a text column into the passages of `token_passages`. Raises as `encode_text`."""
-
-    def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-        return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}
-
-    encoded = _map(dataset, tokenizer, encode, [text_column])
-    return Encoded(encoded, sum(row_lengths(encoded)))
-
-
-def row_lengths(dataset: Dataset) -> list[int]:
-    """Return the number of tokens of each row."""
-    import pyarrow.compute as pc
-
-    tables = dataset.with_format("arrow").iter(BATCH_SIZE)
-    return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
-
-
-def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options: Any) -> dict[str, list[Any]]:
-    """`input_ids` and, if the tokenizer gives them, `token_type_ids` of rows. Errors name the row."""
-    # `verbose=False`: a text that is longer than the model's limit is truncated afterwards.
-    try:
-        encoded = tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
-    except Exception as error:
-        if len(rows) > 1:  # find the row
-            for index, row in enumerate(rows):
-                _tokenize(tokenizer, [[column[index]] for column in texts], [row], **options)
-        text = ", ".join(shortened(column[0]) for column in texts)
-        raise ValueError(f"Row {rows[0]}: the tokenizer cannot read {text} ({error}).") from error
-    return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
-
-
-def _reset(tokenizer: Any) -> None:
-    """Drop what a fast tokenizer keeps of truncation and padding, which is part of the key of a data set's cache."""
-    tokenizer("", verbose=False)
-
-
-def _map(
-    dataset: Dataset, tokenizer: Any, function: Callable[..., Any], columns: list[str], labels: Sequence[str] = ()
-) -> Dataset:
-    """The data set with what the function makes of the columns in place of all but the labels."""
-    _reset(tokenizer)
-    dataset = dataset.select_columns([*columns, *labels])
-    folders = [Path(file["filename"]).parent for file in dataset.cache_files]
-    return dataset.map(
-        function,
-        batched=True,
-        batch_size=BATCH_SIZE,
-        with_indices=True,
-        remove_columns=columns,
-        keep_in_memory=not folders or not all(os.access(folder, os.W_OK) for folder in folders),
-        desc="Encoding",
-    )
-
 
 #: Longest input, or block of a causal language model, where `data.max_length` is not given. Exact attention, with which
 #: teachers are trained, takes quadratic time beyond it.

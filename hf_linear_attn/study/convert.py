@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import LinearAttentionConfig
-from ..data.task_data import KINDS, TaskData, load_splits, load_task_data, row_lengths
+from ..data.encoding import row_lengths
+from ..data.task_data import KINDS, TaskData, load_splits, load_task_data
 from ..data.text import packed_rows, standard_library_documents
 from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE

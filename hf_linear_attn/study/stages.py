@@ -26,7 +26,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoints import copy_companions
-from ..data.task_data import TaskData, row_lengths
+from ..data.encoding import row_lengths
+from ..data.task_data import TaskData
 from ..training.distillation import DistillationTrainer, FinetuningConfig, FinetuningTrainer
 from ..training.resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator, SignalWatch
 from ..training.sharding import check_launch, check_sharding, fill_copy, meta_copy, runs_on_cpu, shards_models

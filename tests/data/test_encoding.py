@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from hf_linear_attn.data.task_data import encode_blocks, encode_pairs, encode_passages
+from hf_linear_attn.data.encoding import encode_blocks, encode_pairs, encode_passages
 from hf_linear_attn.data.text import packed_rows
 from tests.data.tiny_data import tokenizer
 
