@@ -14,13 +14,13 @@ from ..measure.speed import (
     FORWARD,
     PREFILL,
     TRAINING,
-    free_memory,
     measure_decoding,
     measure_passes,
     possible_lengths,
 )
 from ..measure.values import Values
 from ..utils.formatting import format_bytes
+from ..utils.memory import free_memory
 from ..utils.timing import MIN_ROUNDS
 from .prepare import EvaluatedModel, ExactModel
 from .study import Record, Study

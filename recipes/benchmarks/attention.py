@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.measure.speed import count_flops, free_memory, peak_memory
+from hf_linear_attn.measure.speed import count_flops
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.utils.memory import free_memory, peak_memory
 from hf_linear_attn.utils.timing import sample_interleaved
 
 from . import workloads

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_linear_attn.measure.speed import free_memory
 from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
 from hf_linear_attn.ops.common import InPlaceState, State
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.utils.memory import free_memory
 from hf_linear_attn.utils.timing import sample_interleaved
 
 from . import workloads

@@ -24,9 +24,9 @@ from transformers import (
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.text import padded_batches
-from hf_linear_attn.measure.speed import peak_memory
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.memory import peak_memory
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.timing import sample_interleaved
 

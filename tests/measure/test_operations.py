@@ -1,25 +1,19 @@
-"""Operations against the eager form, and memory at its peak against what was allocated."""
+"""Operations against the eager form."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.ablation import without_attention
-from hf_linear_attn.measure import speed
-from hf_linear_attn.measure.speed import count_flops, free_memory, measure_passes, peak_memory
+from hf_linear_attn.measure.speed import count_flops, measure_passes
 from hf_linear_attn.utils.models import shared_copy
 from tests.inputs import token_ids
 from tests.tiny_models import BERT, FAMILIES, GPT2, Family
-
-CPU = torch.device("cpu")
 
 
 def eager(family: Family) -> PreTrainedModel:
@@ -60,44 +54,6 @@ def test_linear_attention_counts_whatever_kernel_runs() -> None:
             counted.append(count_flops(lambda: linear(ids)))
     assert counted[0] == counted[1] > count_flops(lambda: free(ids))
     assert hla.get_backend() == "auto"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells of peaks on Linux only")
-@pytest.mark.parametrize("megabytes", [20, 80])
-def test_peak_is_what_was_allocated_and_passed_back(megabytes: int) -> None:
-    count = megabytes * 10**6 // 4
-
-    def call() -> None:
-        buffer = torch.ones(count)
-        buffer.add_(1)
-
-    for _ in range(2):  # a second call finds no freed memory to hide in
-        result = peak_memory(call, CPU)
-        if result is None:
-            pytest.skip("/proc/self/clear_refs cannot be written here")
-        assert result == pytest.approx(megabytes * 10**6, rel=0.15)
-
-
-@pytest.mark.slow
-def test_peak_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "_reset_peak", lambda: False)
-    assert peak_memory(lambda: None, CPU) is None
-
-
-def test_free_memory_is_what_the_system_or_the_group_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  5 kB\n")
-    for name, text in (("max", "6000"), ("current", "4000"), ("stat", "anon 1\ninactive_file 500\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(speed, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(speed, "GROUP", tmp_path / "none")
-    assert free_memory(CPU) == 5 * 1024
-    monkeypatch.setattr(speed, "GROUP", tmp_path)
-    assert free_memory(CPU) == 2500
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory(CPU) == 5 * 1024
-    (tmp_path / "meminfo").unlink()
-    assert free_memory(CPU) is None
 
 
 @pytest.mark.slow
