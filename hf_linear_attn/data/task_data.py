@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 #: Text that names a class by its number, as Transformers does by default.
 _CLASS_NUMBER = re.compile(r"(LABEL_)?\s*[-+]?\d+\s*")
 
-#: Longest input, or block of a causal language model, where `data.max_length` is not given. Exact attention, with which
-#: teachers are trained, takes quadratic time beyond it.
-DEFAULT_MAX_LENGTH = 1024
-
 #: Label of a token that is not to be predicted.
 IGNORED = -100
 
@@ -189,8 +185,8 @@ class MaskingCollator(DataCollatorForLanguageModeling):
 def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     """Load and encode the data of a task.
 
-    The seed is that of the training rows that are drawn. A tokenizer without a padding token gets one for
-    classification.
+    `data.max_length` must be given. The seed is that of the training rows that are drawn. A tokenizer without a padding
+    token gets one for classification.
 
     Raises:
         ValueError, OSError: Data that is missing, unreadable, or does not fit the task type.
@@ -201,12 +197,14 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
         datasets.disable_progress_bars()
     if data.task is None and data.dataset is None:
         raise ValueError("There is no data: give data.task (a known task) or data.dataset (your own data).")
+    if data.max_length is None:
+        raise OptionError("data.max_length", "is missing: give the longest row in tokens.")
     if task_type == "classification":
-        return _classification(tokenizer, data, seed)
-    return _language_model(task_type, tokenizer, data, seed)
+        return _classification(tokenizer, data, data.max_length, seed)
+    return _language_model(task_type, tokenizer, data, data.max_length, seed)
 
 
-def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
+def _classification(tokenizer: Any, data: DataConfig, max_length: int, seed: int) -> TaskData:
     task, splits = load_labelled(data)
     names = tuple(dict.fromkeys(data.metrics or task.metrics))
     load_metrics(names)  # an unknown name is an error now, and not after the first pass over the data
@@ -220,13 +218,12 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
         metric_names=names,
         labels=task.labels,
     )
-    max_length = data.max_length or DEFAULT_MAX_LENGTH
     _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, task.columns, max_length))
     return task_data
 
 
-def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
-    column, length = document_column(data), data.max_length or DEFAULT_MAX_LENGTH
+def _language_model(task_type: str, tokenizer: Any, data: DataConfig, length: int, seed: int) -> TaskData:
+    column = document_column(data)
     collator: Any = collate_blocks
     encode: Callable[[Any], Encoded]
     encode = partial(encode_passages, tokenizer=tokenizer, text_column=column, max_length=length)

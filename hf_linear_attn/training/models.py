@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, P
 
 from ..checkpoints import load_checkpoint, model_without_weights, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
-from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
+from ..data.task_data import AUTO_CLASSES, TaskData
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
 from ..integration.positions import extend_positions, position_limit
@@ -23,6 +23,10 @@ from ..patching import patch_model
 from ..utils.extras import require_packages
 from ..utils.gguf import split_source
 from .options import TrainingRunConfig
+
+#: Longest input, or block of a causal language model, where `data.max_length` is not given. Exact attention, with which
+#: teachers are trained, takes quadratic time beyond it.
+DEFAULT_MAX_LENGTH = 1024
 
 
 def load_tokenizer(config: TrainingRunConfig) -> Any:

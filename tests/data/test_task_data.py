@@ -145,9 +145,9 @@ def test_validation_rows_that_are_in_the_training_data_are_counted(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
     train = "text,label\n" + "".join(f"alpha {row % 7} beta,{row % 2}\n" for row in range(20))
     folder = write(tmp_path, {"train.csv": train, "dev.csv": "text,label\nalpha 3 beta,1\ngamma,0\nalpha 3,1\n"})
-    encoded = load_task_data("classification", tokenizer(), DataConfig(dataset=str(folder)), seed=0)
+    encoded = load_task_data("classification", tokenizer(), DataConfig(dataset=str(folder), max_length=8), seed=0)
     assert encoded.facts["validation_repeated"] == 1
-    drawn = DataConfig(dataset=str(folder / "train.csv"), validation_size=0.25)
+    drawn = DataConfig(dataset=str(folder / "train.csv"), validation_size=0.25, max_length=8)
     assert load_task_data("classification", tokenizer(), drawn, seed=0).facts["validation_repeated"] == 5
 
 
@@ -204,7 +204,7 @@ def test_all_validation_splits_are_held_out(tmp_path):
 @pytest.mark.parametrize("columns", [(), ("text", "second")])
 @pytest.mark.parametrize("task_type", ["causal-lm", "masked-lm", "embedding"])
 def test_documents_are_one_column(task_type, columns, tmp_path):
-    data = DataConfig(dataset=str(tmp_path / "not read"), text_columns=columns)
+    data = DataConfig(dataset=str(tmp_path / "not read"), text_columns=columns, max_length=8)
     for load in (read_documents, partial(load_task_data, task_type, tokenizer(), seed=0)):
         with pytest.raises(OptionError, match=f"data.text_columns: .* not {', '.join(columns) or 'none'}"):
             load(data=data)
@@ -238,7 +238,7 @@ def test_classes_that_differ_from_split_to_split(tmp_path):
 def test_a_score_that_is_no_number_names_the_row(tmp_path):
     rows = [{"text": "x", "label": number / 10} for number in range(9)] + [{"text": "x", "label": math.nan}]
     folder = write(tmp_path, {"data.jsonl": "\n".join(map(json.dumps, rows))})
-    data = DataConfig(dataset=str(folder / "data.jsonl"), validation_size=0.5)
+    data = DataConfig(dataset=str(folder / "data.jsonl"), validation_size=0.5, max_length=8)
     with pytest.raises(ValueError, match="the label is nan"):
         load_task_data("classification", tokenizer(), data, 0)
 
@@ -248,7 +248,8 @@ def test_whole_numbers_are_scores_where_the_training_rows_have_scores(tmp_path):
     held_out = [{"text": "x", "label": number} for number in (-1, -1, 5)]
     parts = {"train.jsonl": train, "validation.jsonl": held_out}
     folder = write(tmp_path, {name: "\n".join(map(json.dumps, rows)) for name, rows in parts.items()})
-    data = load_task_data("classification", tokenizer(), DataConfig(dataset=str(folder), metrics=("mse",)), 0)
+    config = DataConfig(dataset=str(folder), metrics=("mse",), max_length=8)
+    data = load_task_data("classification", tokenizer(), config, 0)
     assert data.validation[""]["labels"][:] == [-1.0, -1.0, 5.0]
     assert data.constant_answer_score() == pytest.approx(8)  # of their mean, 1
 
