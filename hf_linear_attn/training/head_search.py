@@ -20,14 +20,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..config import DEFAULT_ATTENTION, LayerConfig
 from ..data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker, check_positions
 from ..data.text import text_rows
-from ..integration.discovery import longest_input, patched_modules, predicts_next_tokens, self_attention
-from ..integration.exact import AttentionCall, exact_attention, observe_attention
+from ..integration.discovery import longest_input, patched_modules, self_attention
+from ..integration.exact import AttentionCall, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
 from ..utils.models import Batch, frozen, model_inputs, shared_copy
 from ..utils.options import check_argument
 from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
-from .losses import model_losses
+from .losses import exact_outputs, model_losses
 from .transfer import exact_length, longest_row
 
 #: Share of the exact heads that a probe of recall chooses in a decoder; text chooses the others. SmolLM2-135M, 18 of 90
@@ -244,18 +244,21 @@ def find_exact_heads(
         layer: torch.tensor([float(head in chosen.get(layer, ())) for head in range(count)], requires_grad=True)
         for layer, count in heads.counts.items()
     }
+    gain = heads_table(_gains(heads, batches), "gain")
+    table = gain if probed is None else probed.merge(gain, on=["layer", "head"])
+    return ExactHeads.first_rows(table, 0, {"attention": attention, **options}).with_share(share, retrieval_share)
+
+
+def _gains(heads: GatedHeads, batches: Iterable[Batch]) -> dict[int, Tensor]:
+    """Return the gains `[G]` of the heads of each layer (see `find_exact_heads`): one backward pass for each batch."""
+    model, kind = heads.model, getattr(heads.model.config, "problem_type", None)
     gains, measured = dict[int, Tensor](), 0
-    is_language_model = predicts_next_tokens(gated)
-    with frozen(gated):
+    with frozen(model):
         for batch in batches:
-            inputs = model_inputs(gated, batch)
+            inputs = model_inputs(model, batch)
+            exact = exact_outputs(model, inputs)
             with torch.enable_grad(), heads.mixed():
-                outputs = gated(**inputs)
-                exact = None
-                if not is_language_model:
-                    with torch.no_grad(), exact_attention(gated):
-                        exact = gated(**inputs)
-                losses = model_losses(outputs, inputs, exact, getattr(gated.config, "problem_type", None))
+                losses = model_losses(model(**inputs), inputs, exact, kind)
                 gradients = torch.autograd.grad(losses.sum(), list(heads.gates.values()), allow_unused=True)
             measured += len(losses)
             for layer, gradient in zip(heads.gates, gradients, strict=True):
@@ -265,9 +268,7 @@ def find_exact_heads(
         problem = "No gain of a head is known: there is nothing to predict, or the loss is not finite."
         remedy = "Give batches with two real tokens or more, and a model without NaN or infinite weights."
         raise ValueError(f"{problem} {remedy}")
-    gain = heads_table({layer: total / measured for layer, total in gains.items()}, "gain")
-    table = gain if probed is None else probed.merge(gain, on=["layer", "head"])
-    return ExactHeads.first_rows(table, 0, {"attention": attention, **options}).with_share(share, retrieval_share)
+    return {layer: total / measured for layer, total in gains.items()}
 
 
 class GatedHeads:

@@ -1,4 +1,4 @@
-"""Losses of fine-tuning, distillation and attention transfer, as pure functions."""
+"""Losses of fine-tuning, distillation, attention transfer and the choices of heads and parts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from ..data.task_data import IGNORED
-from ..integration.exact import AttentionCall
+from ..integration.discovery import predicts_next_tokens
+from ..integration.exact import AttentionCall, exact_attention
 from ..utils.models import mean_pooling
 
 #: Queries of a row that the loss on weights draws at each step, where a row has more; half as many of rows of up to
@@ -130,6 +132,15 @@ def _logits_losses(student: Tensor, teacher: Tensor, temperature: float) -> Tens
     log_q = functional.log_softmax(student.float() / temperature, dim=-1)
     log_p = functional.log_softmax(teacher.float() / temperature, dim=-1)
     return temperature**2 * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+
+
+@torch.no_grad()
+def exact_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any | None:
+    """Return the outputs with exact attention that `model_losses` compares with; None of a causal language model."""
+    if predicts_next_tokens(model):
+        return None
+    with exact_attention(model):
+        return model(**inputs)
 
 
 def model_losses(

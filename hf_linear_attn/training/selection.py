@@ -5,20 +5,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..integration.discovery import patched_modules, predicts_next_tokens
-from ..integration.exact import exact_attention
+from ..integration.discovery import patched_modules
 from ..integration.models import check_patched
 from ..mechanisms.head_mixture import linear_mechanism
 from ..mechanisms.window import CLOSED_MIX, WindowAttention, is_closed
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
-from .losses import model_losses
+from .losses import exact_outputs, model_losses
 
 #: Columns of the table of `LinearParts`.
 COLUMNS = ["layer", "worth", "stderr", "kept"]
@@ -91,10 +89,7 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
         return LinearParts(pd.DataFrame(columns=COLUMNS), {})
     kind = getattr(model.config, "problem_type", None)
     with evaluation_mode(model):
-        exact: list[Any] = [None] * len(inputs)
-        if not predicts_next_tokens(model):
-            with exact_attention(model):
-                exact = [model(**batch) for batch in inputs]
+        exact = [exact_outputs(model, batch) for batch in inputs]
 
         @cache
         def losses_with(opened: frozenset[int]) -> Tensor:
