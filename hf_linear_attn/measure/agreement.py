@@ -8,7 +8,6 @@ import pandas as pd
 import torch
 
 from ..utils.options import check_argument
-from ..utils.progress import OnBatch, report_nothing
 from .recall import generate_greedily, wilson_interval
 
 
@@ -36,14 +35,7 @@ class Agreement:
         )
 
 
-def measure_agreement(
-    model: Any,
-    exact: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int = 64,
-    on_batch: OnBatch = report_nothing,
-) -> Agreement:
+def measure_agreement(model: Any, exact: Any, prompts: Sequence[Sequence[int]], *, new_tokens: int = 64) -> Agreement:
     """Compare greedy continuations of a converted model with those of the exact model.
 
     The likelihood of given text hides what is lost in generation, where each token follows the model's own.
@@ -53,7 +45,6 @@ def measure_agreement(
         exact: The model that it was made from.
         prompts: Token ids of each prompt, such as the beginnings of held-out documents.
         new_tokens: Tokens to generate.
-        on_batch: Called with the prompts done and all prompts.
 
     Raises:
         ValueError: There is no prompt, or one is empty; or new_tokens is not positive.
@@ -62,8 +53,7 @@ def measure_agreement(
         raise ValueError("prompts: give one prompt or more, of one token or more each.")
     check_argument("new_tokens", new_tokens, int, least=1)
     rows = []
-    for number, prompt in enumerate(prompts):
-        on_batch(number, len(prompts))
+    for prompt in prompts:
         generated, expected = (
             generate_greedily(one, torch.tensor([list(prompt)], device=one.device), new_tokens, pad=0)[0].cpu()
             for one in (model, exact)
