@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import zlib
@@ -39,6 +38,7 @@ from .tasks import (
     likeliest_classes,
     load_metrics,
     load_task,
+    perplexity,
 )
 from .text import MIN_DOCUMENTS, Text, hold_out, load_text, rows_text
 
@@ -158,7 +158,7 @@ class TaskData:
         if self.task_type == "embedding":
             return {name.replace("loss", "cosine"): 1 - loss for name, loss in scores.items()} | scores
         if not self.metric_names:
-            scores |= {f"{name[:-4]}perplexity": math.exp(min(loss, 700.0)) for name, loss in scores.items()}
+            scores |= {f"{name[:-4]}perplexity": perplexity(loss) for name, loss in scores.items()}
             scores |= {name: value for name, value in values.items() if name.endswith("loss_stderr")}
         return scores
 

@@ -57,6 +57,11 @@ class MetricEntry:
     continuous: bool = False
 
 
+def perplexity(loss: float) -> float:
+    """Return `exp(loss)`, which is finite for any loss: at most `exp(700)`, near the largest number of float64."""
+    return math.exp(min(loss, 700.0))
+
+
 def likeliest_classes(logits: Any) -> Any:
     """Return the class of each row of logits `[N, C]`, -1 where there is NaN, which `argmax` takes for the largest."""
     return logits.argmax(dim=-1).masked_fill(logits.isnan().any(dim=-1), -1)

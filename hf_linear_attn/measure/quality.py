@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedModel
 
-from ..data.tasks import HUB_PREFIX, METRICS, compute_metrics, constant_answer_score, likeliest_classes
+from ..data.tasks import HUB_PREFIX, METRICS, compute_metrics, constant_answer_score, likeliest_classes, perplexity
 from ..data.text import padded_batches
 from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
 from ..utils.progress import OnBatch, report_batches, report_nothing
@@ -185,7 +185,7 @@ def measure_perplexity(
     position_bin = (position * POSITION_BINS // context).clamp_max(POSITION_BINS - 1)
     bins = zip(position_bin.bincount(losses, POSITION_BINS), position_bin.bincount(None, POSITION_BINS), strict=True)
     return Perplexity(
-        perplexity=math.exp(min(loss, 700.0)),
+        perplexity=perplexity(loss),
         loss=loss,
         stderr=float(errors.norm()) / tokens if len(windows) > 1 else math.nan,
         tokens=tokens,

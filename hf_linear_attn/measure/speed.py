@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
-from itertools import count
+from itertools import count, cycle, islice
 from typing import Any
 
 import torch
@@ -60,10 +60,7 @@ def synthetic_inputs(
     Positions beyond the model's table start again from zero. That does not change the speed; the outputs at such
     lengths mean nothing and are not used.
     """
-    total = batch_size * length
-    repeated = (list(tokens) * (total // len(tokens) + 1))[:total]
-    ids = torch.tensor(repeated, device=model.device).view(batch_size, length)
-    # We pass a mask of ones: position ids that start again would otherwise be read as several packed documents.
+    ids = torch.tensor(_repeated(tokens, batch_size * length), device=model.device).view(batch_size, length)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for name, positions in position_inputs(model, length).items():
         inputs[name] = positions.expand(batch_size, -1)
@@ -73,8 +70,16 @@ def synthetic_inputs(
     return inputs
 
 
+def _repeated(tokens: Sequence[int], count: int) -> list[int]:
+    """Return the first `count` of the tokens, which are repeated as needed."""
+    return list(islice(cycle(tokens), count))
+
+
 def position_inputs(model: PreTrainedModel, length: int, start: int = 0) -> dict[str, Tensor]:
-    """Return `position_ids [1, length]` that start again from zero where the model's table ends, or an empty dict."""
+    """Return `position_ids [1, length]` that start again from zero where the model's table ends, or an empty dict.
+
+    Several tokens need a mask of ones besides: they would otherwise be read as packed documents.
+    """
     limit = longest_input(model)
     if limit is None or start + length <= limit or not has_position_table(model):
         return {}
@@ -199,12 +204,12 @@ def timing_values(timing: Timing, tokens: int) -> Values:
 @torch.inference_mode()
 def fill_cache(model: PreTrainedModel, tokens: Sequence[int], length: int) -> DynamicCache:
     """Return a cache after `length` tokens (the given ones, repeated as needed)."""
-    repeated = (list(tokens) * (length // len(tokens) + 1))[:length]
+    repeated = _repeated(tokens, length)
     cache = DynamicCache(config=model.config)
     for start in range(0, length, PREFILL_CHUNK):
         ids = torch.tensor([repeated[start : start + PREFILL_CHUNK]], device=model.device)
         extra = position_inputs(model, ids.shape[1], start)
-        if extra:  # a mask of ones: position ids that start again would otherwise be read as packed documents
+        if extra:
             extra["attention_mask"] = torch.ones(1, start + ids.shape[1], dtype=torch.long, device=model.device)
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
     return cache

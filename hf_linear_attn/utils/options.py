@@ -199,7 +199,7 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], section:
             arguments[name] = os.fspath(value)
     try:
         config = config_class(**arguments)
-        check_options(config)
+        check_options(config)  # a config need not check itself
     except OptionError as error:
         raise OptionError(f"{section}{error.field}", error.text) from None
     return config
