@@ -1,9 +1,15 @@
-"""Options of several commands: the data that they read (`--data.task`, …), and the lengths that they time."""
+"""Options of several commands: the data that they read (`--data.task`, …), the lengths that they time, budgets."""
 
 from dataclasses import dataclass
 
 from ..utils.options import OptionError, check_exclusive, check_options, option
 from .files import Documents
+
+#: What a budget may be, in the help of `plan` and `convert`.
+BUDGETS = (
+    "'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine', '90% recall at 2048', '2x at 4096' or "
+    "'25% cache at 8192'"
+)
 
 
 @dataclass(frozen=True)

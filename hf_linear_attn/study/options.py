@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from ..config import DEFAULT_ATTENTION
-from ..data.config import DataConfig, TimingConfig
+from ..data.config import BUDGETS, DataConfig, TimingConfig
 from ..data.files import Documents
 from ..utils.options import OptionError, check_exclusive, check_options, check_value, make_config, option, to_dict
 
@@ -226,11 +226,7 @@ class PlanConfig:
     """Options of `plan`: what is searched, and how thoroughly. None stands for what suits the model and `quick`."""
 
     model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
-    budget: str = option(
-        help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine', '90% recall at 2048', '2x at 4096' or "
-        "'25% cache at 8192'",
-        common=True,
-    )
+    budget: str = option(help=BUDGETS, common=True)
     output: str = option("plan", "folder for the plan and its report", common=True)
     attention: str = option(DEFAULT_ATTENTION, "the mechanism", common=True)
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from ..config import DEFAULT_ATTENTION
-from ..data.config import DataConfig, TimingConfig
+from ..data.config import BUDGETS, DataConfig, TimingConfig
 from ..utils.options import OptionError, check_exclusive, check_options, default_of, option
 
 #: The held-out texts that are measured with a budget and no other option: more would take longer than the training.
@@ -121,9 +121,7 @@ class DistillConfig(StageConfig):
     carried_length: int = option(
         0, "tokens at the start of rows: the rest begins with their state, without a gradient", least=0
     )
-    lora_rank: int = option(
-        0, "rank of LoRA adapters to train instead of all weights; 0: all weights", least=0, common=True
-    )
+    lora_rank: int = option(0, "rank of LoRA adapters to train; 0: all weights", least=0, common=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -253,11 +251,7 @@ class ConvertConfig(TrainingRunConfig):
     """Options of `convert`: (teacher) -> attention transfer -> distillation -> a measured linear model."""
 
     exact_share: float = option(0.0, "share of the key-value heads that stay exact", least=0, below=1, common=True)
-    budget: str | None = option(
-        None,
-        "'25% cache at 8192', '2x at 4096', '2% perplexity', '0.5 points' or '0.01 cosine' chooses the rest",
-        common=True,
-    )
+    budget: str | None = option(None, f"{BUDGETS} chooses the rest", common=True)
     control: bool = option(
         False, "also train the teacher as long, with exact attention: what is lost to training and what to attention"
     )
