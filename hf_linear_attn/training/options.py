@@ -146,7 +146,9 @@ class TrainingRunConfig:
     data: DataConfig = option(factory=DataConfig)
 
     max_length: int | None = option(
-        None, "longest input in tokens; learned positions (teacher's, too) are extended", least=1
+        None,
+        "longest input of the model in tokens: adds learned positions (teacher's, too); data.max_length only cuts rows",
+        least=1,
     )
     revision: str | None = option(None, "branch, tag or commit of the model on the Hub")
     tokenizer: str | None = option(None, "folder or repository of the tokenizer (default: the model's)")
