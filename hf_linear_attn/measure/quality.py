@@ -16,7 +16,7 @@ from ..data.tasks import HUB_PREFIX, METRICS, compute_metrics, constant_answer_s
 from ..data.text import padded_batches
 from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
 from ..utils.progress import OnBatch, report_batches, report_nothing
-from .values import Metric, Values, value
+from .values import Measure, Values, value
 
 #: Resamples of the bootstrap (Efron 1979) behind the standard error of a score.
 BOOTSTRAP_SAMPLES = 200
@@ -222,8 +222,8 @@ def perplexity_metric(
     stride: int,
     batch_size: int,
     exact: PreTrainedModel | None = None,
-) -> Metric:
-    """Return the metric of `measure_perplexity`: the perplexity over strided windows, and the loss by position."""
+) -> Measure:
+    """Return `measure_perplexity` as a measure: the perplexity over strided windows, and the loss by position."""
     known: dict[int, Tensor] = {}
     windows: dict[str, Any] = {"context": context, "stride": stride, "batch_size": batch_size}
 
@@ -251,8 +251,8 @@ def classification_metric(
     metrics: Sequence[str],
     *,
     regression: bool,
-) -> Metric:
-    """Return the metric of a labelled task: its scores, and how far the answers move from the exact model's.
+) -> Measure:
+    """Return the measure of a labelled task: its scores, and how far the answers move from the exact model's.
 
     `divergence`: of classes the mean KL of their probabilities in nats; of scores the mean squared difference, relative
     to the variance of the exact scores. Of several validation sets (MNLI) each has a suffix, by which `batches` names
@@ -323,8 +323,8 @@ def nearest_neighbors(embeddings: Tensor) -> Tensor:
     return (unit @ unit.T).fill_diagonal_(-2.0).argmax(dim=-1)
 
 
-def embedding_metric(exact: PreTrainedModel, batches: Sequence[Batch]) -> Metric:
-    """Return the metric that compares mean-pooled embeddings of passages with those of the exact model."""
+def embedding_metric(exact: PreTrainedModel, batches: Sequence[Batch]) -> Measure:
+    """Return the measure that compares mean-pooled embeddings of passages with those of the exact model."""
     exact_embeddings = cache(partial(sentence_embeddings, exact, batches))
 
     def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
@@ -345,8 +345,8 @@ def embedding_metric(exact: PreTrainedModel, batches: Sequence[Batch]) -> Metric
 
 def sentence_pair_metric(
     rows: Sequence[Sequence[int]], references: Sequence[float], *, batch_size: int, pad: int = 0
-) -> Metric:
-    """Return the metric that ranks pairs by the cosine of their mean-pooled embeddings: Spearman and Pearson.
+) -> Measure:
+    """Return the measure that ranks pairs by the cosine of their mean-pooled embeddings: Spearman and Pearson.
 
     Args:
         rows: Token ids of the first sentences, and then of the second ones.

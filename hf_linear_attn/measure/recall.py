@@ -27,7 +27,7 @@ from ..utils.models import evaluation_mode
 from ..utils.options import check_argument
 from ..utils.progress import OnBatch, report_nothing
 from .quality import Score, sentence_embeddings
-from .values import Metric, Values, value
+from .values import Measure, Values, value
 
 #: What an evaluation measures of decoders: a key in noise, one of four keys in prose, pairs of tokens.
 METRIC_TASKS = ("niah_single_1", "niah_multikey_1", "mqar")
@@ -278,8 +278,8 @@ def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
 
 def recall_metric(
     exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0
-) -> tuple[dict[str, Any], Metric]:
-    """Return the metric of `measure_recall`, the mean score and that of each task, length and depth; and its settings.
+) -> tuple[dict[str, Any], Measure]:
+    """Return `measure_recall` as a measure, the mean score and that of each task, length and depth; and its settings.
 
     Its `divergence` is the score of the exact model beyond that of the model.
 

@@ -6,8 +6,8 @@ from typing import Any
 Values = list[dict[str, Any]]
 """Rows with `metric`, `value` and perhaps other columns, such as `stderr` or `layer`."""
 
-Metric = Callable[..., Values]
-"""`metric(model, on_batch=report_nothing)` measures a model; `on_batch` is called with the rows done and all rows."""
+Measure = Callable[..., Values]
+"""`measure(model, on_batch=report_nothing)` measures a model; `on_batch` is called with the rows done and all rows."""
 
 
 def value(metric: str, number: float | None, **columns: Any) -> dict[str, Any]:

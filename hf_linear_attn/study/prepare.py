@@ -48,7 +48,7 @@ from ..measure.quality import (
 )
 from ..measure.recall import RECALL, recall_metric
 from ..measure.speed import timing_options
-from ..measure.values import Metric
+from ..measure.values import Measure
 from ..mechanisms.softmax import EXACT
 from ..ops.backends import get_backend
 from ..ops.native.backend import unavailable_reason
@@ -64,7 +64,7 @@ from .study import Conditions
 #: Kinds of models, and the auto class of each.
 MODEL_CLASSES = {kind: AUTO_CLASSES[task] for task, kind in KINDS.items()}
 
-Measurement = tuple[Conditions, Metric]
+Measurement = tuple[Conditions, Measure]
 """What is measured of each variant of a model; the conditions lack what the variant adds (see `Variant.of`)."""
 
 #: Where an evaluation measures; a plan has two parts instead, to choose on and to verify with.

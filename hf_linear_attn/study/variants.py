@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..integration.ablation import without_attention
 from ..integration.context import is_learned
 from ..measure.speed import timing_options
-from ..measure.values import Metric, Values, value
+from ..measure.values import Measure, Values, value
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model
 from ..registry import ATTENTIONS
@@ -73,7 +73,7 @@ class Variant:
             records[conditions.measurement] = study.measure(self.of(conditions), function, label=self.label)
         return records
 
-    def _measured(self, metric: Metric, on_batch: OnBatch) -> Values:
+    def _measured(self, metric: Measure, on_batch: OnBatch) -> Values:
         return metric(self.load(), on_batch)
 
 
