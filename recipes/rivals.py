@@ -60,7 +60,8 @@ from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
-from hf_linear_attn.study.prepare import folder_fingerprint, load_exact, weights_fingerprint
+from hf_linear_attn.study.checkpoint_groups import folder_fingerprint
+from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.study import Conditions, Study, open_study
 from hf_linear_attn.training.head_search import ExactHeads

@@ -22,8 +22,9 @@ from ..training.resumable import local_seed
 from ..training.transfer import transfer_attention
 from ..utils.models import shared_copy
 from ..utils.progress import OnBatch, report_nothing
+from .checkpoint_groups import CheckpointGroup, load_checkpoint_of
 from .options import ResolvedOptions
-from .prepare import CheckpointGroup, EvaluatedModel, ExactModel, Measurement, PreparedModel, seed_options
+from .prepare import EvaluatedModel, ExactModel, Measurement, PreparedModel, seed_options
 from .study import Conditions, Learned, Record, Study
 
 #: Labels of the two references, and the mechanism's name of a model without attention.
@@ -95,7 +96,7 @@ def variants_of(one: EvaluatedModel, study: Study) -> Iterator[list[Variant]]:
             yield mechanism_stages(one, study, name, seed)
     for group in one.groups:
         for folder, fingerprint in group.folders.items():
-            load = cache(partial(group.load, folder, one.exact.kind, one.exact.model.device))
+            load = cache(partial(load_checkpoint_of, one.exact.kind, folder, one.exact.model.device))
             yield [Variant(group.label, group.attention, load, group.state, settings={"checkpoint": fingerprint})]
 
 

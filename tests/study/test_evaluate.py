@@ -17,6 +17,7 @@ from hf_linear_attn import evaluate
 from hf_linear_attn.data.text import load_text, packed_rows, padded_batches, text_rows
 from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
+from hf_linear_attn.study.checkpoint_groups import CheckpointGroup
 from hf_linear_attn.study.options import (
     DECODER_ATTENTIONS,
     QUICK_ATTENTIONS,
@@ -26,7 +27,7 @@ from hf_linear_attn.study.options import (
     SpeedConfig,
     with_options,
 )
-from hf_linear_attn.study.prepare import CheckpointGroup, ExactModel, prepare, recall_measurement, text_inputs
+from hf_linear_attn.study.prepare import ExactModel, prepare, recall_measurement, text_inputs
 from hf_linear_attn.study.results import Evaluation
 from hf_linear_attn.study.study import RECORDS_FILE, Records, Study, open_study
 from hf_linear_attn.study.variants import mechanism_stages, timed_variants
