@@ -283,6 +283,9 @@ def read_documents(data: DataConfig) -> Text:
     if path is None or (Path(path).is_file() and not is_table):
         if column != "text":
             raise OptionError("data.text_columns", f"a text has no columns, so no {column!r}. Leave this option out.")
+        for name in ("dataset_config", "revision"):
+            if getattr(data, name) is not None:
+                raise OptionError(f"data.{name}", "is of a data set of the Hub, and this is a text. Leave it out.")
         return load_text(path, data.documents, data.validation_size)
     splits = load_splits(data, [column])
     validation = (text for name in splits if name.startswith("validation") for text in splits[name][column])

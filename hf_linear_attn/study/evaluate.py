@@ -92,9 +92,7 @@ def evaluate(
             counts = f"{inputs_text(facts['train'])} to train on, {inputs_text(facts['held_out'])} held out"
             study.progress.log(f"Data: {facts['source']}: {facts['rows']}; {counts}")
         converted = [measure_quality(study, one) for one in models]
-        notes: list[str] = []
-        if timing:
-            notes = measure_speed(study, first)
+        notes = measure_speed(study, first) if timing else []
         tables = examples(first.exact, converted[0]) if examples is not None else {}
     groups = [group for one in models for group in one.groups]
     info = {

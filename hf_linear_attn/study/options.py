@@ -246,6 +246,8 @@ class PlanConfig:
         check_options(self)
         check_value("data.max_length", self.data.max_length, int | None, least=16)
         check_exclusive(self, "resume", "overwrite")
+        if not self.data.group_by_length:
+            raise OptionError("data.group_by_length", "is for training: plan takes rows in their order. Leave it out.")
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class DataSizes:
     evaluations: int  # how often the validation sequences are evaluated during a transfer, to keep its best step
     train_sequences: int
     validation_sequences: int
-    test_sequences: int  # for embeddings
+    test_sequences: int  # for embeddings, timing, and to draw those of the fidelity from
     fidelity_sequences: int
     perplexity_tokens: int
     context: int  # tokens of a window of the perplexity
@@ -279,6 +281,15 @@ class ResolvedOptions(DataSizes):
     dtype: str  # of the timed models
     backward: bool  # whether to time forward and backward together
     flops: bool  # whether to count operations, in another pass of each model
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSizes(DataSizes):
+    """How much `plan` measures on a model, with all defaults filled in."""
+
+    max_eval_samples: int | None  # labelled rows to measure on (None: all)
+    lengths: tuple[int, ...]  # to time
+    seconds: float  # to spend on each timed length
 
 
 def _data_sizes(option: str, length: int | None, kind: str, limit: int | None, *, quick: bool, seed: int) -> DataSizes:
@@ -342,18 +353,24 @@ def resolve_options(
     )
 
 
-def resolve_plan(config: PlanConfig, kind: str, limit: int | None) -> DataSizes:
-    """Return how much `plan` uses: more than an evaluation, because a choice of layers rests on it.
+def resolve_plan(config: PlanConfig, kind: str, limit: int | None) -> PlanSizes:
+    """Return how much `plan` measures: more than an evaluation, because a choice of layers rests on it.
 
     It raises as `resolve_options`.
     """
     quick = config.quick
     sizes = _data_sizes("data.max_length", config.data.max_length, kind, limit, quick=quick, seed=config.seed)
-    return replace(
-        sizes,
-        steps=config.steps if config.steps is not None else 25 if quick else 200,
-        evaluations=2 if quick else 5,
-        validation_sequences=2 * sizes.batch_size,
-        test_sequences=32 if quick else 256,
-        perplexity_tokens=4096 if quick else 32768,
+    own = {
+        "steps": config.steps if config.steps is not None else 25 if quick else 200,
+        "evaluations": 2 if quick else 5,
+        "validation_sequences": 2 * sizes.batch_size,
+        "test_sequences": 32 if quick else 256,
+        "perplexity_tokens": 4096 if quick else 32768,
+    }
+    rows, lengths = config.data.max_eval_samples, config.speed.lengths
+    return PlanSizes(
+        **{**vars(sizes), **own},
+        max_eval_samples=256 if quick and rows is None else rows,
+        lengths=((1024,) if quick else (1024, 4096)) if lengths is None else lengths,
+        seconds=0.5 if quick else 2.0,
     )

@@ -16,7 +16,6 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ..checkpoints import save_checkpoint
-from ..data.task_data import read_documents
 from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
 from ..measure.quality import Assessment, assess
@@ -37,7 +36,7 @@ from ..utils.options import make_config
 from ..utils.progress import ConsoleProgress
 from ..utils.timing import is_measurable
 from .budgets import MODEL_KINDS, Budget
-from .options import PlanConfig, resolve_plan
+from .options import PlanConfig, PlanSizes, resolve_plan
 from .plan_result import PAGE, PLAN, PLOT, REPORT, Candidate, PlanResult, write_plan
 from .prepare import (
     ExactModel,
@@ -47,8 +46,8 @@ from .prepare import (
     describe_source,
     inputs_text,
     read_inputs,
+    read_text,
     recall_measurement,
-    refuse_unused,
     row_facts,
     score_of,
     seed_options,
@@ -69,11 +68,12 @@ HALVES = ("choice", "verification")
 class PlannedModel(PreparedModel):
     """A model with its data and its patched copies."""
 
+    resolved: PlanSizes
+    budget: Budget
     patched: PreTrainedModel  # a copy that is linear in every layer that may be; `train_patched` trains it
     timed: PreTrainedModel  # another one where a mechanism is built for a too short largest length
     variant: Variant  # what the measurements of all choices have in common
     lengths: tuple[int, ...]  # to time, in tokens; that of a budget of speed is added
-    seconds: float  # to spend on each timed length
     positions_note: str  # about lengths beyond the model's positions
 
 
@@ -96,13 +96,12 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
     config = make_config(PlanConfig, config, options)
     started = time.perf_counter()
     require_packages("jinja2", "matplotlib", extra="demo", purpose="A plan's report")
-    budget, where = Budget.parse(config.budget), {"overwrite": config.overwrite, "resume": config.resume}
-    check_mechanism(config.attention)
+    where = {"overwrite": config.overwrite, "resume": config.resume}
     check_study(config.output, **where)
     if config.save_model is not None:
         target: dict[str, Any] = {"overwrite": config.overwrite, "source": config.model, "option": "--save_model"}
         check_output(config.save_model, ["config.json"], **target)
-    one = prepare_plan(config, budget)
+    one = prepare_plan(config)
     facts, device, folder = facts_of(one, config), one.exact.model.device, Path(config.output)
     with (
         ConsoleProgress(console) as progress,
@@ -112,7 +111,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         facts["resumed"] = len(study.records) > 0
         facts["transfer"] = train_patched(study, one)
         heads = choose_heads(study, one, config) if config.search == "heads" else ()
-        search = LayerSearch(study, one, budget, heads)
+        search = LayerSearch(study, one, one.budget, heads)
         result = search.run()
         facts |= {**environment(device), "seconds": time.perf_counter() - started}
         write_plan(result, json_safe(facts), folder)
@@ -140,28 +139,28 @@ def _log_data(study: Study, facts: dict[str, Any]) -> None:
     study.progress.log(f"Records: {study.folder / RECORDS_FILE}; a run that is stopped continues with --resume")
 
 
-def prepare_plan(config: PlanConfig, budget: Budget) -> PlannedModel:
+def prepare_plan(config: PlanConfig) -> PlannedModel:
     """Load the model and its data; every error of the input is raised here."""
+    budget = Budget.parse(config.budget)
+    check_mechanism(config.attention)
     name, kind, _ = describe_source(config.model, config.data.task, config.data.dataset)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     unit = budget.unit_for(kind)
-    text = None if kind == "classifier" else read_documents(config.data)
-    if text is not None:
-        refuse_unused(config.data, "metrics", "max_train_samples", "max_eval_samples", "mlm_probability")
-    data = config.data.task or config.data.dataset or "the data"
-    exact = ExactModel.load(config.model, kind, name, None, config.device, data)
+    unused = ("metrics", "max_train_samples", "max_eval_samples", "mlm_probability")
+    text = None if kind == "classifier" else read_text(config.data, unused)
+    title = config.data.task or config.data.dataset or "the data"
+    exact = ExactModel.load(config.model, kind, name, None, config.device, title)
     model, resolved = exact.model, resolve_plan(config, kind, exact.positions)
-    rows = 256 if config.quick and config.data.max_eval_samples is None else config.data.max_eval_samples
-    inputs = read_inputs(exact, text, replace(config.data, max_eval_samples=rows), resolved, HALVES)
+    data = replace(config.data, max_eval_samples=resolved.max_eval_samples)
+    inputs = read_inputs(exact, text, data, resolved, HALVES)
     if (score := score_of(inputs.measurements[0][0])) is not None:
         budget.check_metric(score.title, greater_is_better=score.higher_is_better)
     if unit.name == "recall":  # chosen for and verified with prompts of two seeds
         recall = [recall_measurement(exact, [budget.length], config.seed + number) for number in range(len(HALVES))]
         prompts = row_facts([budget.length] * recall[0][0].settings["trials"])
         inputs = replace(inputs, measurements=recall, facts={**inputs.facts, **dict.fromkeys(HALVES, prompts)})
-    usual = (1024,) if config.quick else (1024, 4096)
-    lengths, note = possible_lengths(model, usual if config.speed.lengths is None else config.speed.lengths)
+    lengths, note = possible_lengths(model, resolved.lengths)
     if budget.unit is None:
         possible, own_note = possible_lengths(model, [budget.length])
         if budget.length not in possible:
@@ -175,9 +174,17 @@ def prepare_plan(config: PlanConfig, budget: Budget) -> PlannedModel:
     transfer = {"data": inputs.hash, **{key: getattr(resolved, key) for key in TRANSFER_OPTIONS}}
     identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": transfer}
     variant = Variant(config.attention, config.attention, lambda: patched, **identity)
-    models: dict[str, Any] = {"patched": patched, "timed": timed, "variant": variant}
-    times: dict[str, Any] = {"lengths": tuple(lengths), "seconds": 0.5 if config.quick else 2.0}
-    return PlannedModel(exact, inputs, resolved, **models, **times, positions_note=note)
+    return PlannedModel(
+        exact=exact,
+        inputs=inputs,
+        resolved=resolved,
+        budget=budget,
+        patched=patched,
+        timed=timed,
+        variant=variant,
+        lengths=tuple(lengths),
+        positions_note=note,
+    )
 
 
 def train_patched(study: Study, one: PlannedModel) -> dict[str, Any]:
@@ -222,8 +229,8 @@ def facts_of(one: PlannedModel, config: PlanConfig) -> dict[str, Any]:
     """Return what the report says of the run beside its result. Of paths it has the names only."""
     facts, entry = one.inputs.facts, ATTENTIONS.get(config.attention)
     names = ("budget", "attention", "options", "search", "quick", "device", "threads", "seed")
-    measured = (*TRANSFER_OPTIONS, "test_sequences", "perplexity_tokens")
-    settings = {name: getattr(config, name) for name in names} | {"lengths": one.lengths, "seconds": one.seconds}
+    measured = (*TRANSFER_OPTIONS, "test_sequences", "perplexity_tokens", "seconds")
+    settings = {name: getattr(config, name) for name in names} | {"lengths": one.lengths}
     source = facts["source"] if config.data.dataset is None else Path(config.data.dataset).name
     parameters = patch_report(one.patched).parameters
     rows = {name: facts[name] for name in ("rows", "train", *HALVES)}
@@ -404,7 +411,7 @@ class LayerSearch:
 
         The speedup of the chosen model is verified three times as long.
         """
-        tokens, seconds = self.planned.inputs.tokens, self.planned.seconds
+        tokens, seconds = self.planned.inputs.tokens, self.planned.resolved.seconds
         seconds *= 3 if data == "verification" else 1
 
         def measure() -> Values:

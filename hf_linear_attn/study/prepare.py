@@ -480,12 +480,11 @@ def _prepare(
     name = config.name or name
     _check_data(kind, config, name, text)
     groups = find_checkpoints(config.converted or (), config.baseline or (), model_config, labels)
-    if kind == "classifier":
-        if text is not None:
-            raise ValueError(f"{name} is measured on the data of its task, not on documents: leave out either.")
-    else:
-        text = read_documents(data) if text is None else text
-        refuse_unused(data, "metrics", *(["max_eval_samples"] if config.data.sts is None else []))
+    if kind != "classifier":
+        unused = ("metrics", *(["max_eval_samples"] if config.data.sts is None else []))
+        text = read_text(data, unused, text)
+    elif text is not None:
+        raise ValueError(f"{name} is measured on the data of its task, not on documents: leave out either.")
     title = task or Path(str(config.data.dataset)).name
     exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
     table, dtype = has_position_table(exact.model), dtype_name(exact.model)
@@ -499,14 +498,15 @@ def _prepare(
     if config.recall_lengths:
         recall = recall_measurement(exact, config.recall_lengths, config.seed)
         inputs = replace(inputs, measurements=[*inputs.measurements, recall])
-    return EvaluatedModel(exact, inputs, resolved, tuple(groups), task or "" if first else "")
+    return EvaluatedModel(exact, inputs, resolved, tuple(groups), (task or "") if first else "")
 
 
-def refuse_unused(data: DataConfig, *names: str) -> None:
-    """Raise an OptionError for options of the data that have no effect where a text is read."""
-    for name in names:
+def read_text(data: DataConfig, unused: Sequence[str], text: Text | None = None) -> Text:
+    """Return the documents, those of the data unless there are some; an OptionError for options without an effect."""
+    for name in unused:
         if getattr(data, name) != default_of(DataConfig, name):
             raise OptionError(f"data.{name}", "is for labelled data, and this model reads a text. Leave it out.")
+    return read_documents(data) if text is None else text
 
 
 def _check_like_first(

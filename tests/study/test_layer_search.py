@@ -189,7 +189,7 @@ def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, bu
         exact=SimpleNamespace(model=exact, kind="decoder" if score is PERPLEXITY else "classifier"),
         inputs=SimpleNamespace(measurements=[(conditions, choice), (conditions, verification)], tokens=[0]),
         scores=[score],
-        seconds=more.pop("seconds", 2.0),
+        resolved=SimpleNamespace(seconds=more.pop("seconds", 2.0)),
         patched=linear,
         variant=Variant("elu", "elu", lambda: linear),
         timed=linear,

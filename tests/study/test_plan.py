@@ -344,6 +344,9 @@ def test_halves_share_nothing() -> None:
         ({"data": {"max_length": 1000}}, "^data.max_length: 1000 is beyond the model's"),
         ({"data": {"max_length": 8}}, "^data.max_length: must be a whole number of at least 16"),
         ({"data": {"dataset": "nowhere.txt"}}, "nowhere.txt"),
+        ({"data": {"group_by_length": False}}, "^data.group_by_length: is for training"),
+        ({"data": {"revision": "main"}}, "^data.revision: is of a data set of the Hub"),
+        ({"data": {"dataset_config": "raw"}}, "^data.dataset_config: is of a data set of the Hub"),
         ({"device": "tpux"}, "tpux"),
     ],
 )
