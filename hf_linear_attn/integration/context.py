@@ -141,6 +141,12 @@ def is_learned(name: str) -> bool:
     return f".{SUBMODULE}." in f".{name}"
 
 
+def saved_tensors(model: nn.Module, which: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """Return the parameters and the saved buffers, each once, whose names match (None: all)."""
+    saved, tensors = model.state_dict(), (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in tensors if name in saved and (which is None or which(name))}
+
+
 def is_patched(model: nn.Module) -> bool:
     """Return whether `patch_model` has been applied to this model, to a part of it, or to a model around it."""
     return next(attention_modules(model), None) is not None

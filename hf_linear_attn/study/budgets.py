@@ -87,12 +87,20 @@ _UNITS = (
 #: For each measurement, the first unit is shown where the budget is one of speed or of cache.
 DAMAGE_UNITS = {unit.name: unit for unit in _UNITS}
 
-#: The kind of model that has a measurement, and what its divergence is.
-MODEL_KINDS = {
-    "perplexity": ("a causal language model", "KL, nats"),
-    "task": ("a classifier with its task (--data.task, or --data.dataset with labels)", "divergence"),
-    "sentence_embeddings": ("an encoder without a task", "1 - cosine"),
-    "recall": ("a decoder or an encoder without a task", "answers lost"),
+#: The kind of model that has a measurement.
+MEASURED_MODELS = {
+    "perplexity": "a causal language model",
+    "task": "a classifier with its task (--data.task, or --data.dataset with labels)",
+    "sentence_embeddings": "an encoder without a task",
+    "recall": "a decoder or an encoder without a task",
+}
+
+#: What tables call the divergence of a measurement.
+DIVERGENCES = {
+    "perplexity": "KL, nats",
+    "task": "divergence",
+    "sentence_embeddings": "1 - cosine",
+    "recall": "answers lost",
 }
 
 #: The measurement that shows what a kind of model loses, where the budget is not one of recall.
@@ -175,7 +183,7 @@ class Budget:
             return units[0]
         if self.unit in units or (self.unit.name == "recall" and kind != "classifier"):
             return self.unit
-        expected, actual = (MODEL_KINDS[name][0] for name in (self.unit.measurement, MEASUREMENTS[kind]))
+        expected, actual = (MEASURED_MODELS[name] for name in (self.unit.measurement, MEASUREMENTS[kind]))
         remedy = f"Give a budget such as {units[0].example!r} or '2x at 4096'."
         raise ValueError(f"The budget {self.text!r} is for {expected}; this is {actual}. {remedy}")
 

@@ -20,7 +20,7 @@ from ..data.encoding import row_lengths
 from ..data.task_data import KINDS, TaskData, load_splits, load_task_data
 from ..data.text import packed_rows, standard_library_documents
 from ..integration.ablation import without_attention
-from ..integration.context import SUBMODULE
+from ..integration.context import is_learned, saved_tensors
 from ..integration.discovery import longest_input
 from ..measure.recall import RETRIEVAL, measure_recall
 from ..measure.speed import measure_passes, possible_lengths
@@ -41,12 +41,9 @@ from ..utils.timing import is_measurable
 from .budgets import Budget, choose_heads_and_window, quarter_window, scored
 from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
 from .prepare import weights_fingerprint
-from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics, tensors_of
+from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics
 
 Metrics = dict[str, Any]
-
-#: In the names of parameters that mechanisms have learned.
-LEARNED = f".{SUBMODULE}."
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
 MIN_LONGER_SHARE = 0.05
@@ -173,7 +170,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
     student = copy.deepcopy(teacher)
     models.patch_as_configured(student, config, _choose_heads(run, teacher))
     facts = _facts(run, student)
-    metrics: Metrics = {}  # of the student, as it is; none of an exact one, a control, which is never taken back
+    metrics: Metrics = {}  # of the student as it is; none with `attention: null`, which nothing is taken back from
     if is_patched(student):
         learns = patch_report(student).parameters > 0
         if learns:
@@ -431,7 +428,7 @@ def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
             result = calibrate(student, chosen, max_length=_calibrated_length(run))
         return student, {"step": 0, "within_factor_2": result.within() if len(result.table) else None}
 
-    return cast(PreTrainedModel, run.learned("calibration", student, fit, LEARNED))
+    return cast(PreTrainedModel, run.learned("calibration", student, fit, is_learned))
 
 
 def _close_harmful_parts(
@@ -456,7 +453,7 @@ def _close_harmful_parts(
         rows = parts.table.to_dict("records")
         return student, {"step": 0, "layers": rows, **{f"loss, {name}": value for name, value in parts.loss.items()}}
 
-    student = run.learned("linear parts", student, close, LEARNED)
+    student = run.learned("linear parts", student, close, is_learned)
     layers = run.state["linear parts"]["layers"]
     if closed := sum(not row["kept"] for row in layers):
         run.progress.log(
@@ -482,8 +479,8 @@ def _transfer(run: TrainingRun, student: PreTrainedModel, metrics: Metrics) -> t
     # At least one row, which is trained on as well if it is the only one.
     count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
     train, validation = rows.select(range(max(len(rows) - count, 1))), rows.select(range(len(rows) - count, len(rows)))
-    before = _copies(student, LEARNED)
-    student = run.learned("transfer", student, partial(run.transfer, student, train, validation), LEARNED)
+    before = _copies(student, is_learned)
+    student = run.learned("transfer", student, partial(run.transfer, student, train, validation), is_learned)
     run.measure("transferred", student)
     return student, _keep_better(run, student, before, metrics, "transferred")
 
@@ -498,16 +495,16 @@ def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: s
         model, progress = run.train("distill", models.add_adapters(student, config.distill.lora_rank), stage)
         return model.merge_and_unload(), progress
 
-    student = run.learned(stage, student, train, "").eval()
+    student = run.learned(stage, student, train).eval()
     if result not in run.state and (metrics := best_metrics(run.state[stage])):
         run.record(result, metrics)
     run.measure(result, student)
     return cast(PreTrainedModel, student)
 
 
-def _copies(model: nn.Module, part: str = "") -> dict[str, Tensor]:
-    """Return copies of the tensors that a stage may change and whose names contain `part`."""
-    return {name: value.detach().clone() for name, value in tensors_of(model, part).items()}
+def _copies(model: nn.Module, which: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """Return copies of the tensors that a stage may change (see `saved_tensors`)."""
+    return {name: value.detach().clone() for name, value in saved_tensors(model, which).items()}
 
 
 def _keep_better(

@@ -35,7 +35,7 @@ from ..utils.models import shared_copy
 from ..utils.options import make_config
 from ..utils.progress import ConsoleProgress
 from ..utils.timing import is_measurable
-from .budgets import MODEL_KINDS, Budget
+from .budgets import DIVERGENCES, Budget
 from .options import PlanConfig, PlanSizes, resolve_plan
 from .plan_result import PAGE, PLAN, PLOT, REPORT, Candidate, PlanResult, write_plan
 from .prepare import (
@@ -280,14 +280,14 @@ class LayerSearch:
         """Measure, choose and verify."""
         budget, unit, score = self.budget, self.unit, self.score
         references = self.reference_values
-        assessments = [self.assess(data, references[data]) for data in self.measurements]
+        assessments = [self.assess(part, references[part]) for part in self.measurements]
         informative = all(one.valid for one in assessments)
         single_layers = [] if self.heads else self.single_layers()
         path = self.by_heads() if self.heads else self.by_layers(single_layers)
-        part = "key-value heads" if self.heads else "layers"
+        counted = "key-value heads" if self.heads else "layers"
         measured = []
         for index, one in enumerate(path):
-            self.study.progress.status(f"models with linear {part}", index, len(path))
+            self.study.progress.status(f"models with linear {counted}", index, len(path))
             measured.append(self.with_quality(one, "choice"))
         costs = self.costs()
         own: dict[str, Any] = {
@@ -306,11 +306,11 @@ class LayerSearch:
         return PlanResult(
             budget=budget,
             unit=unit,
-            score={"title": score.title, "digits": score.digits, "divergence": MODEL_KINDS[unit.measurement][1]},
+            score={"title": score.title, "digits": score.digits, "divergence": DIVERGENCES[unit.measurement]},
             baseline=str(self.planned.exact.model.config._attn_implementation),
             attention=self.planned.variant.attention,
             mechanisms=self.mechanisms,
-            part=part,
+            part=counted,
             total=len(self.heads[0].table) if self.heads else len(self_attention(self.planned.exact.model)),
             met=within_budget and verified.is_within(budget, informative=informative) and not verified.unsure,
             within_budget=within_budget,
@@ -328,11 +328,11 @@ class LayerSearch:
     def reference_values(self) -> dict[str, dict[str, Any]]:
         """The values of the exact model and of the model without attention, on both data sets."""
         values = {}
-        for index, data in enumerate(self.measurements):
+        for index, part in enumerate(self.measurements):
             self.study.progress.status("the exact model, and without attention", index, len(self.measurements))
             exact, floor = references(self.planned.exact.model)
-            values[data] = self.values(data, "exact", exact.load)
-            values[f"{data}, no attention"] = self.values(data, "none", floor.load)
+            values[part] = self.values(part, "exact", exact.load)
+            values[f"{part}, no attention"] = self.values(part, "none", floor.load)
         return values
 
     def costs(self) -> list[tuple[str, int]]:
@@ -369,21 +369,24 @@ class LayerSearch:
             rows.append(Candidate(sum(linear.values()), layers, heads))
         return rows
 
-    def variant(self, data: str, layers: str, load: Loader) -> Variant:
-        """Return a model of the search. `layers` are the linear ones as text, `exact` or `none`."""
-        settings = {**self.planned.variant.settings, "data_set": data, "layers": layers}
+    def searched(self, part: str, layers: str, load: Loader) -> Variant:
+        """Return a model of the search on a part of the held-out data (see `HALVES`).
+
+        `layers` are the linear ones as text, `exact` or `none`.
+        """
+        settings = {**self.planned.variant.settings, "data_set": part, "layers": layers}
         return replace(self.planned.variant, label=layers, load=cache(load), settings=settings)
 
-    def values(self, data: str, layers: str, load: Loader) -> dict[str, Any]:
+    def values(self, part: str, layers: str, load: Loader) -> dict[str, Any]:
         """Return the values of a model's quality, and the standard error of its score."""
-        (record,) = self.variant(data, layers, load).measure(self.study, [self.measurements[data]]).values()
+        (record,) = self.searched(part, layers, load).measure(self.study, [self.measurements[part]]).values()
         values = {row["metric"]: row["value"] for row in record.values if row.get("position") is None}
         errors = {row["metric"]: row.get("stderr") for row in record.values}
         return {**values, "score": values[self.score.metric], "stderr": errors[self.score.metric]}
 
-    def assess(self, data: str, values: Mapping[str, Any]) -> Assessment:
+    def assess(self, part: str, values: Mapping[str, Any]) -> Assessment:
         """Apply the rule that `evaluate` shares."""
-        exact, floor = self.reference_values[data], self.reference_values[f"{data}, no attention"]
+        exact, floor = self.reference_values[part], self.reference_values[f"{part}, no attention"]
         return assess(
             values["score"],
             exact["score"],
@@ -395,24 +398,24 @@ class LayerSearch:
             floor_divergence=floor["divergence"],
         )
 
-    def with_quality(self, one: Candidate, data: str) -> Candidate:
+    def with_quality(self, one: Candidate, part: str) -> Candidate:
         """Return a candidate with the quality of its model on a data set."""
-        values = self.values(data, one.name, partial(self.convert, self.planned.patched, one))
+        values = self.values(part, one.name, partial(self.convert, self.planned.patched, one))
         return replace(
             one,
             divergence=values["divergence"],
             score=values["score"],
-            damage=self.unit.damage(self.reference_values[data], values),
-            chance=self.assess(data, values).chance,
+            damage=self.unit.damage(self.reference_values[part], values),
+            chance=self.assess(part, values).chance,
         )
 
-    def with_cost(self, one: Candidate, cost: str, length: int, data: str) -> Candidate:
+    def with_cost(self, one: Candidate, cost: str, length: int, part: str) -> Candidate:
         """Return a candidate with the speedup of a forward pass (batch 1), or its share of the exact model's cache.
 
         The speedup of the chosen model is verified three times as long.
         """
         tokens, seconds = self.planned.inputs.tokens, self.planned.resolved.seconds
-        seconds *= 3 if data == "verification" else 1
+        seconds *= 3 if part == "verification" else 1
 
         def measure() -> Values:
             models = {"exact": self.planned.exact.model, "linear": self.convert(self.planned.timed, one)}
@@ -421,10 +424,10 @@ class LayerSearch:
             exact, linear = (cache_bytes(fill_cache(model, tokens, length)) for model in models.values())
             return [value(cost, linear / exact)]
 
-        base = replace(self.measurements[data][0], task="", settings={"seconds": seconds} if cost == "speedup" else {})
+        base = replace(self.measurements[part][0], task="", settings={"seconds": seconds} if cost == "speedup" else {})
         measurement = FORWARD if cost == "speedup" else cost
         conditions = replace(base, measurement=measurement, length=length, batch_size=1)
-        variant = self.variant(data, one.name, lambda: self.planned.exact.model)
+        variant = self.searched(part, one.name, lambda: self.planned.exact.model)  # for its conditions only
         first = self.study.measure(variant.of(conditions), measure, label=variant.label).values[0]
         if cost == "cache":
             return replace(one, cache={**one.cache, str(length): first["value"]})

@@ -28,6 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..checkpoints import copy_companions
 from ..data.encoding import row_lengths
 from ..data.task_data import TaskData
+from ..integration.context import saved_tensors
 from ..training.distillation import DistillationTrainer, FinetuningConfig, FinetuningTrainer
 from ..training.resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator, SignalWatch
 from ..training.sharding import check_launch, check_sharding, fill_copy, meta_copy, runs_on_cpu, shards_models
@@ -192,10 +193,10 @@ class TrainingRun:
             self.progress.log(
                 "bf16: this processor has no AVX-512 and computes bfloat16 many times slower. Leave it out."
             )
-        for stage in TRAINERS:
-            section = getattr(config, stage, None)
-            if section is not None and section.enabled:
-                self._stage_arguments(stage)
+        for section in TRAINERS:
+            options = getattr(config, section, None)
+            if options is not None and options.enabled:
+                self._stage_arguments(section)
 
     def _open_study(self) -> Study:
         """Return the study in the folder, of which only the first process writes anything."""
@@ -274,21 +275,29 @@ class TrainingRun:
             self.record(stage, compute())
         return self.state[stage]
 
-    def learned(self, stage: str, model: nn.Module, train: Callable[[], tuple[Any, dict[str, Any]]], part: str) -> Any:
+    def learned(
+        self,
+        stage: str,
+        model: nn.Module,
+        train: Callable[[], tuple[Any, dict[str, Any]]],
+        which: Callable[[str], bool] | None = None,
+    ) -> Any:
         """Return a model with what a stage has learned: from the study, or else by `train`.
+
+        The study calls `train` only where it has nothing stored; the model that it returns is trained already.
 
         Args:
             stage: The label of the stage.
             model: A complete model, as it was before the stage.
             train: Trains, and returns a complete model and what was done.
-            part: What the names of trained tensors contain; empty for all.
+            which: Whether a name is that of a trained tensor; None: all are.
         """
         trained: list[Any] = [model]
 
         def values() -> tuple[Any, dict[str, Tensor]]:
             trained[0], progress = train()
             self.state[stage] = json_safe(progress)
-            return progress, tensors_of(trained[0], part)
+            return progress, saved_tensors(trained[0], which)
 
         known = stage in self.state
         parameters = self.study.learned(self._conditions(stage), values, label=stage)
@@ -331,15 +340,15 @@ class TrainingRun:
 
         return self.once(stage, evaluate)
 
-    def train(self, stage: str, model: nn.Module, name: str = "", **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Run one stage of gradient steps, from its last checkpoint (in `checkpoints/NAME`) if the run resumes.
+    def train(self, section: str, model: nn.Module, label: str = "", **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Run a stage of gradient steps, from its last checkpoint (in `checkpoints/LABEL`) if the run resumes.
 
+        The section of the options says how to train, and is also the label of the stage where it has no other one.
         Further arguments of the trainer replace those of the data. Returns the model with all of its weights, those of
         the best step, and what `stage_progress` tells.
         """
         self.prepare_folder()
-        name = name or stage
-        section, data = getattr(self.config, stage), self.data
+        label, data = label or section, self.data
         if self.is_main_process:
             weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
             trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
@@ -350,21 +359,21 @@ class TrainingRun:
         if self.config.gradient_checkpointing:
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        arguments = self._stage_arguments(stage, data, name)
+        arguments = self._stage_arguments(section, data, label)
         callbacks: list[TrainerCallback] = [
             InterruptionCallback(RESUME),
-            StageLog(name, self.log_file, self.progress, save_steps=self.config.save_steps),
+            StageLog(label, self.log_file, self.progress, save_steps=self.config.save_steps),
         ]
-        if arguments.load_best_model_at_end and section.patience is not None:
-            callbacks.append(EarlyStoppingCallback(section.patience))
+        if arguments.load_best_model_at_end and (patience := getattr(self.config, section).patience) is not None:
+            callbacks.append(EarlyStoppingCallback(patience))
         with quiet_transformers():
             options = {**data.trainer_arguments(), "train_dataset": data.train, "callbacks": callbacks, **kwargs}
-            trainer = TRAINERS[stage](model, args=arguments, **options)
+            trainer = TRAINERS[section](model, args=arguments, **options)
             trainer.remove_callback(PrinterCallback)
             folder = Path(str(arguments.output_dir))
             resume = get_last_checkpoint(folder) if self.config.resume and folder.is_dir() else None
             if resume is not None:
-                self.progress.log(f"{name}: resumes from {Path(resume).name}")
+                self.progress.log(f"{label}: resumes from {Path(resume).name}")
             trainer.train(resume_from_checkpoint=resume)
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         return trainer.complete_model(), stage_progress(trainer, data)
@@ -455,27 +464,27 @@ class TrainingRun:
         )
         return accelerator.prepare_data_loader(loader)
 
-    def _stage_arguments(self, stage: str, data: TaskData | None = None, name: str = "") -> FinetuningConfig:
+    def _stage_arguments(self, section: str, data: TaskData | None = None, label: str = "") -> FinetuningConfig:
         """Return the training arguments of a stage; without data, to check them, all but the metric."""
-        section, config_class = getattr(self.config, stage), TRAINERS[stage].config_class
+        options, config_class = getattr(self.config, section), TRAINERS[section].config_class
         known = {entry.name for entry in fields(config_class)}
-        own = {entry.name: getattr(section, entry.name) for entry in fields(section) if entry.name in known}
+        own = {entry.name: getattr(options, entry.name) for entry in fields(options) if entry.name in known}
         values = {
-            **self._common_arguments(self.folder / "checkpoints" / (name or stage)),
+            **self._common_arguments(self.folder / "checkpoints" / (label or section)),
             **{name: value for name, value in own.items() if value is not None},
-            "eval_strategy": "steps" if section.eval_steps else "no",
-            "eval_steps": section.eval_steps or None,
+            "eval_strategy": "steps" if options.eval_steps else "no",
+            "eval_steps": options.eval_steps or None,
             "save_strategy": "no",
             "save_total_limit": self.config.save_total_limit,
         }
-        if data is not None and section.eval_steps:
+        if data is not None and options.eval_steps:
             values.update(
                 save_strategy="best",
                 load_best_model_at_end=True,
                 metric_for_best_model=data.metric,
                 greater_is_better=data.greater_is_better,
             )
-        for argument in section.arguments:
+        for argument in options.arguments:
             if argument not in known:
                 problem = f"TrainingArguments has no field {argument!r}.{near_matches(argument, known)}"
                 raise ValueError(f"arguments: {problem}")
@@ -483,7 +492,7 @@ class TrainingRun:
                 raise ValueError(
                     f"arguments: {argument!r} is an option of its own, or set by this command. Leave it out."
                 )
-        return config_class(**{"logging_steps": 10, "logging_first_step": True, **values, **section.arguments})
+        return config_class(**{"logging_steps": 10, "logging_first_step": True, **values, **options.arguments})
 
     def _common_arguments(self, folder: Path) -> dict[str, Any]:
         config = self.config
@@ -516,12 +525,6 @@ class TrainingRun:
                 if card is not None:
                     (temporary / "README.md").write_text(card, encoding="utf-8")
         self.process.wait_for_everyone()
-
-
-def tensors_of(model: nn.Module, part: str) -> dict[str, Tensor]:
-    """Return the parameters and the saved buffers (a stage may draw features anew) whose names contain `part`."""
-    saved, tensors = model.state_dict(), (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor for name, tensor in tensors if part in name and name in saved}
 
 
 def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..integration.ablation import without_attention
-from ..integration.context import is_learned
+from ..integration.context import is_learned, saved_tensors
 from ..measure.speed import timing_options
 from ..measure.values import Measure, Values, value
 from ..mechanisms.softmax import EXACT
@@ -121,7 +121,7 @@ def mechanism_stages(one: EvaluatedModel, study: Study, name: str, seed: int) ->
 
     def trained() -> PreTrainedModel:
         model = patch_model(shared_copy(exact.model), name, **options)
-        model.load_state_dict(_learned(untrained.load()), strict=False)
+        model.load_state_dict(saved_tensors(untrained.load(), is_learned), strict=False)
         return transferred(one, study, model, conditions)
 
     untrained = Variant(name, name, cache(calibrated), "untrained", seed if trains or options else None, options)
@@ -160,15 +160,10 @@ def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, condit
             *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
             *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
         ]
-        return values, _learned(model)
+        return values, saved_tensors(model, is_learned)
 
     model.load_state_dict(study.learned(conditions, train, label=name), strict=False)
     return model
-
-
-def _learned(model: PreTrainedModel) -> Learned:
-    """Return the tensors of the mechanisms."""
-    return {name: tensor for name, tensor in model.state_dict().items() if is_learned(name)}
 
 
 def timed_variants(exact: ExactModel, resolved: ResolvedOptions, groups: Sequence[CheckpointGroup]) -> list[Variant]:
