@@ -99,10 +99,10 @@ def test_an_implementation_that_adds_its_mask() -> None:
     model = tiny_model("llama", attn_implementation="additive")
     batch = padded_batch([*token_ids(2, 9), token_ids(1, 5)[0]], "left")
     mask = batch["attention_mask"].bool()
-    alone, padded = model(token_ids()).logits, model(**batch).logits[mask]
+    unpadded, padded = model(token_ids()).logits, model(**batch).logits[mask]
     hla.patch_model(model, "elu", layers=[0])
     with hla.exact_attention(model):
-        assert_close(model(token_ids()).logits, alone)
+        assert_close(model(token_ids()).logits, unpadded)
         assert_close(model(**batch).logits[mask], padded)
     ids, last = token_ids(), token_ids()
     last[:, -1] = 5

@@ -176,9 +176,9 @@ def test_new_draws_that_an_adapter_does_not_hold_are_warned_of(modules_to_save, 
         made(token_ids(), use_cache=False)
     made.eval().save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(base, tmp_path).eval()
-    held = modules_to_save is not None
-    assert torch.equal(logits(loaded, token_ids()), logits(made, token_ids())) is held
-    assert ("draws new features in the base model of an adapter" in caplog.text) is not held
+    saves_mechanisms = modules_to_save is not None
+    assert torch.equal(logits(loaded, token_ids()), logits(made, token_ids())) is saves_mechanisms
+    assert ("draws new features in the base model of an adapter" in caplog.text) is not saves_mechanisms
 
 
 def test_patching_below_an_adapter_that_cannot_hold_it_is_warned_of(tmp_path, caplog):

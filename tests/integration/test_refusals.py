@@ -54,9 +54,9 @@ def test_padding_beside_layers_that_reuse_keys_and_values():
     settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     padded = model.generate(ids, attention_mask=mask, **settings)
     for row, start in enumerate((0, 5)):
-        alone = model.generate(ids[row : row + 1, start:], **settings)
-        assert torch.equal(padded.sequences[row, 12:], alone.sequences[0, 12 - start :])
-        assert_close(torch.stack(padded.logits)[:, row], torch.stack(alone.logits)[:, 0])
+        unpadded = model.generate(ids[row : row + 1, start:], **settings)
+        assert torch.equal(padded.sequences[row, 12:], unpadded.sequences[0, 12 - start :])
+        assert_close(torch.stack(padded.logits)[:, row], torch.stack(unpadded.logits)[:, 0])
 
 
 def test_layers_whose_keys_an_indexer_chooses():

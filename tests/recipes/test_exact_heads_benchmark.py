@@ -54,8 +54,8 @@ def test_ablation_is_the_loss_without_the_head(decoder: Any) -> None:
     for row in table.itertuples():
         exact = {str(layer): "softmax" for layer in range(model.config.num_hidden_layers) if layer != row.layer}
         exact[str(row.layer)] = {"exact_heads": [head for head in heads if head != row.head]} if heads[1:] else windows
-        alone = hla.patch_model(load_copy(model), {"default": windows, **exact})
-        assert row.score == pytest.approx(loss(alone) - loss(model), abs=2e-5)
+        patched = hla.patch_model(load_copy(model), {"default": windows, **exact})
+        assert row.score == pytest.approx(loss(patched) - loss(model), abs=2e-5)
     assert table["score"].abs().max() > 1e-4
 
 

@@ -42,10 +42,10 @@ def definition(module, q, k, real, causal):
     query, key = module.feature_map.fused(SCALING)  # the content
     weights = query.features(q.double()).values @ key.features(k.double()).values.repeat_interleave(2, dim=1).mT
     for row, row_real in enumerate(real.tolist()):
-        place = [sum(row_real[:token]) for token in range(len(row_real))]
+        positions = [sum(row_real[:token]) for token in range(len(row_real))]
         for i, sees in enumerate(row_real):
             for j, seen in enumerate(row_real):
-                distance = place[i] - place[j]
+                distance = positions[i] - positions[j]
                 kernels = torch.tensor([1, bump(distance), 1 + math.cos(2 * math.pi * distance / 3.6)]).double()
                 weights[row, :, i, j] *= (parts @ kernels) * (sees and seen and (j <= i or not causal))
     return weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)

@@ -191,9 +191,9 @@ def test_codes_get_the_attention_of_their_keys() -> None:
         feature_map = call.mechanism.feature_map
         codes = feature_map.key(call.key, call.scaling).values
         codes = codes.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
-        given = feature_map.query(call.query, call.scaling).values * (call.allowed.float() @ codes)
-        given = given / given.sum(-1, keepdim=True)
-        both = torch.stack([shares.sum((0, 2)) for shares in (call.exact_weights() @ codes, given)])
+        weights = feature_map.query(call.query, call.scaling).values * (call.allowed.float() @ codes)
+        weights = weights / weights.sum(-1, keepdim=True)
+        both = torch.stack([shares.sum((0, 2)) for shares in (call.exact_weights() @ codes, weights)])
         totals[id(call.module)] = totals.get(id(call.module), 0) + both
 
     with torch.no_grad(), observe_attention(model, observer):

@@ -282,8 +282,8 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_next_tokens_of_a_padded_batch_are_those_of_its_rows(side: str) -> None:
     model, tokens = GPT2.build(), [token_ids(1, length, seed=length)[0] for length in (5, 9)]
-    padded, alone = padded_batch(tokens, side), [{"input_ids": row[None]} for row in tokens]
-    losses = [model_losses(model(**batch), batch, None) for batch in (padded, *alone)]
+    padded, single = padded_batch(tokens, side), [{"input_ids": row[None]} for row in tokens]
+    losses = [model_losses(model(**batch), batch, None) for batch in (padded, *single)]
     assert_close(losses[0], torch.cat(losses[1:]))
 
 
@@ -404,8 +404,8 @@ def test_an_evaluation_has_the_loss_of_the_task_only(tmp_path: Path) -> None:
     assert factors == {"task": 1.0}
 
 
-def _keep(kept: list[Tensor], tensor: Tensor) -> Tensor:
-    kept.append(tensor)
+def _keep(saved: list[Tensor], tensor: Tensor) -> Tensor:
+    saved.append(tensor)
     return tensor
 
 
@@ -422,11 +422,11 @@ def test_losses_of_many_targets_keep_little_for_gradients(kind: str) -> None:
         log_p, log_q = ((part / 2).log_softmax(-1) for part in (expected, logits))
         whole = 4 * (log_p.exp() * (log_p - log_q)).sum()
         loss = partial(logits_loss, logits, expected, 2.0)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(partial(_keep, kept), lambda tensor: tensor):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(partial(_keep, saved), lambda tensor: tensor):
         value = loss()
-    given = {tensor.untyped_storage().data_ptr() for tensor in (logits, expected)}
-    assert not [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in given]
+    inputs = {tensor.untyped_storage().data_ptr() for tensor in (logits, expected)}
+    assert not [tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in inputs]
     assert float(value.detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
     (gradient,) = torch.autograd.grad(value, logits)
     (expected_gradient,) = torch.autograd.grad(whole, logits)

@@ -116,10 +116,10 @@ def test_a_budget_sets_the_training_that_is_not_given():
     assert (usual.transfer.max_steps, usual.distill.max_steps, usual.distill.num_train_epochs) == (200, None, 3.0)
     assert (short.transfer.max_steps, short.distill.max_steps, short.distill.num_train_epochs) == (0, 80, None)
     own = {"transfer": TransferConfig(200), "distill": DistillConfig(3.0, learning_rate=1e-4)}
-    given = ConvertConfig(**budget, **own).completed()
-    assert given.completed() == given
-    assert (given.transfer.max_steps, given.distill.max_steps, given.distill.num_train_epochs) == (200, None, 3.0)
-    assert (given.distill.learning_rate, given.distill.per_device_train_batch_size) == (1e-4, 1)
+    config = ConvertConfig(**budget, **own).completed()
+    assert config.completed() == config
+    assert (config.transfer.max_steps, config.distill.max_steps, config.distill.num_train_epochs) == (200, None, 3.0)
+    assert (config.distill.learning_rate, config.distill.per_device_train_batch_size) == (1e-4, 1)
     assert not ConvertConfig(**budget, distill=DistillConfig(0.0)).completed().distill.enabled
     # What is given counts, even if it is the usual value.
     same = DistillConfig(per_device_train_batch_size=32, learning_rate=5e-5)
