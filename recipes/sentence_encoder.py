@@ -42,7 +42,7 @@ from hf_linear_attn.data.text import (
     special_tokens,
     text_rows,
 )
-from hf_linear_attn.measure.quality import embedding_metric, sentence_embeddings
+from hf_linear_attn.measure.quality import embedding_measure, sentence_embeddings
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
 from hf_linear_attn.study.study import Conditions, Study, open_study
@@ -82,7 +82,7 @@ def compare(
     exact: PreTrainedModel, models: dict[str, PreTrainedModel], rows: Rows, tokenizer: Any
 ) -> list[dict[str, Any]]:
     """How near the embeddings of each model come to the exact ones."""
-    metric = embedding_metric(exact, padded_batches(rows, 8, pad_token(tokenizer)))
+    metric = embedding_measure(exact, padded_batches(rows, 8, pad_token(tokenizer)))
     return [{"model": name} | {row["metric"]: row["value"] for row in metric(model)} for name, model in models.items()]
 
 

@@ -215,7 +215,7 @@ def kl_divergence(exact: Tensor, student: Tensor) -> float:
     return float(torch.where(p > 0, p * (exact - student), 0.0).double().sum())
 
 
-def perplexity_metric(
+def perplexity_measure(
     documents: Sequence[Sequence[int]],
     *,
     context: int,
@@ -245,7 +245,7 @@ def perplexity_metric(
     return measure
 
 
-def classification_metric(
+def classification_measure(
     exact: PreTrainedModel,
     batches: Mapping[str, Sequence[Batch]],
     metrics: Sequence[str],
@@ -323,7 +323,7 @@ def nearest_neighbors(embeddings: Tensor) -> Tensor:
     return (unit @ unit.T).fill_diagonal_(-2.0).argmax(dim=-1)
 
 
-def embedding_metric(exact: PreTrainedModel, batches: Sequence[Batch]) -> Measure:
+def embedding_measure(exact: PreTrainedModel, batches: Sequence[Batch]) -> Measure:
     """Return the measure that compares mean-pooled embeddings of passages with those of the exact model."""
     exact_embeddings = cache(partial(sentence_embeddings, exact, batches))
 
@@ -343,7 +343,7 @@ def embedding_metric(exact: PreTrainedModel, batches: Sequence[Batch]) -> Measur
     return measure
 
 
-def sentence_pair_metric(
+def sentence_pair_measure(
     rows: Sequence[Sequence[int]], references: Sequence[float], *, batch_size: int, pad: int = 0
 ) -> Measure:
     """Return the measure that ranks pairs by the cosine of their mean-pooled embeddings: Spearman and Pearson.

@@ -276,7 +276,7 @@ def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
         return torch.cat([model(batch)["sentence_embedding"].float().cpu() for batch in inputs])
 
 
-def recall_metric(
+def recall_measure(
     exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0
 ) -> tuple[dict[str, Any], Measure]:
     """Return `measure_recall` as a measure, the mean score and that of each task, length and depth; and its settings.

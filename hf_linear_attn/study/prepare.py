@@ -39,12 +39,12 @@ from ..measure.quality import (
     SENTENCE_EMBEDDINGS,
     SENTENCE_PAIRS,
     Score,
-    classification_metric,
-    embedding_metric,
-    perplexity_metric,
-    sentence_pair_metric,
+    classification_measure,
+    embedding_measure,
+    perplexity_measure,
+    sentence_pair_measure,
 )
-from ..measure.recall import RECALL, recall_metric
+from ..measure.recall import RECALL, recall_measure
 from ..measure.values import Measure
 from ..mechanisms.softmax import EXACT
 from ..ops.backends import get_backend
@@ -298,17 +298,17 @@ def text_inputs(exact: ExactModel, text: Text, sizes: DataSizes, parts: Sequence
         windows = {"context": sizes.context, "stride": sizes.stride} if causal else {}
         if causal:
             rows = packed_rows(tokenizer, documents, sizes.perplexity_tokens)[:1]
-            metric = perplexity_metric(rows, **windows, batch_size=sizes.batch_size, exact=exact.model)
+            measure = perplexity_measure(rows, **windows, batch_size=sizes.batch_size, exact=exact.model)
         else:
             rows = text_rows(tokenizer, documents, length, sizes.test_sequences, causal=False)
-            metric = embedding_metric(exact.model, padded_batches(rows, sizes.batch_size, pad_token(tokenizer)))
+            measure = embedding_measure(exact.model, padded_batches(rows, sizes.batch_size, pad_token(tokenizer)))
         facts = row_facts(map(len, rows))
         if facts["tokens"] < 2:
             raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
         inputs.facts.setdefault(name, facts)
         conditions = {"data": inputs.hash, "part": name, **facts, **windows}
         measurement = "perplexity" if causal else "sentence_embeddings"
-        inputs.measurements.append((exact.conditions(measurement, settings=conditions), metric))
+        inputs.measurements.append((exact.conditions(measurement, settings=conditions), measure))
     return inputs
 
 
@@ -338,13 +338,15 @@ def task_inputs(exact: ExactModel, data: DataConfig, sizes: DataSizes, parts: Se
         sets = labeled if len(parts) == 1 else {"": rows[number :: len(parts)]}
         inputs.facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
         labeled_batches = {suffix: batches(part, labels=True) for suffix, part in sets.items()}
-        metric = classification_metric(exact.model, labeled_batches, task.metric_names, regression=task.labels is None)
+        measure = classification_measure(
+            exact.model, labeled_batches, task.metric_names, regression=task.labels is None
+        )
         conditions = exact.conditions(
             "task",
             task=data.task or Path(str(data.dataset)).name,
             settings={"data": digest, "part": name, **inputs.facts[name], "metrics": list(task.metric_names)},
         )
-        inputs.measurements.append((conditions, metric))
+        inputs.measurements.append((conditions, measure))
     return inputs
 
 
@@ -376,10 +378,10 @@ def _split(
 
 
 def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> Measurement:
-    """Return the recall at lengths. Raises a ValueError as `recall_metric`, before anything is measured."""
-    settings, metric = recall_metric(exact.model, exact.tokenizer, lengths, seed=seed)
+    """Return the recall at lengths. Raises a ValueError as `recall_measure`, before anything is measured."""
+    settings, measure = recall_measure(exact.model, exact.tokenizer, lengths, seed=seed)
     vocabulary = hashlib.sha256(repr(sorted(exact.tokenizer.get_vocab().items())).encode()).hexdigest()
-    return exact.conditions("recall", settings={**settings, "vocabulary": vocabulary}), metric
+    return exact.conditions("recall", settings={**settings, "vocabulary": vocabulary}), measure
 
 
 def with_sentence_pairs(
@@ -393,11 +395,11 @@ def with_sentence_pairs(
     ids = [encode_text(tokenizer, text, add_special_tokens=True) for text in texts]
     ids = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in ids]
     options: dict[str, Any] = {"batch_size": max(sizes.batch_size, 16), "pad": pad_token(tokenizer)}
-    metric = sentence_pair_metric(ids, [float(row["label"]) for row in rows], **options)
+    measure = sentence_pair_measure(ids, [float(row["label"]) for row in rows], **options)
     digest = hashlib.sha256(repr([ids, [row["label"] for row in rows]]).encode())
     conditions = exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)})
     facts = {**inputs.facts, "sentence_pairs": f"STS-B validation, {Path(folder).name}"}
-    return replace(inputs, facts=facts, measurements=[(conditions, metric), *inputs.measurements])
+    return replace(inputs, facts=facts, measurements=[(conditions, measure), *inputs.measurements])
 
 
 def split_halves(documents: Sequence[str]) -> list[Sequence[str]]:

@@ -67,15 +67,15 @@ class Variant:
         With a status, the rows that are done are reported as its progress.
         """
         records = {}
-        for conditions, metric in measurements:
+        for conditions, measure in measurements:
             stage = f"{status}: {conditions.measurement.replace('_', ' ')}"
             watch = partial(study.progress.status, stage) if status else report_nothing
-            function = partial(self._measured, metric, watch)
+            function = partial(self._measured, measure, watch)
             records[conditions.measurement] = study.measure(self.of(conditions), function, label=self.label)
         return records
 
-    def _measured(self, metric: Measure, on_batch: OnBatch) -> Values:
-        return metric(self.load(), on_batch)
+    def _measured(self, measure: Measure, on_batch: OnBatch) -> Values:
+        return measure(self.load(), on_batch)
 
 
 def references(model: PreTrainedModel) -> list[Variant]:

@@ -15,11 +15,11 @@ from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.measure.quality import (
     assess,
     bootstrap_stderr,
-    classification_metric,
-    embedding_metric,
+    classification_measure,
+    embedding_measure,
     measure_perplexity,
     nearest_neighbors,
-    perplexity_metric,
+    perplexity_measure,
     sentence_embeddings,
     strided_windows,
 )
@@ -119,7 +119,7 @@ def test_one_window_or_row_has_no_standard_error(model: GPT2LMHeadModel) -> None
 
 
 def test_values_of_a_record(model: GPT2LMHeadModel) -> None:
-    metric = perplexity_metric(DOCUMENTS, context=16, stride=8, batch_size=4)
+    metric = perplexity_measure(DOCUMENTS, context=16, stride=8, batch_size=4)
     values = {(row["metric"], row.get("position")): row["value"] for row in metric(model)}
     expected = measure_perplexity(model, DOCUMENTS, context=16, stride=8)
     assert values["loss", None] == pytest.approx(expected.loss)
@@ -148,7 +148,7 @@ def test_scores_and_divergence_of_a_classifier() -> None:
     other.classifier.weight.data += torch.randn(other.classifier.weight.shape)
     ids = torch.randint(4, VOCABULARY, (6, 9))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1, 0, 1, 1, 0])}
-    metric = classification_metric(exact, {"": [batch]}, ["accuracy", "f1"], regression=False)
+    metric = classification_measure(exact, {"": [batch]}, ["accuracy", "f1"], regression=False)
     values = {row["metric"]: row["value"] for row in metric(other)}
     with torch.no_grad():
         p, q = (model(ids).logits.log_softmax(dim=-1) for model in (exact, other))
@@ -167,7 +167,7 @@ def test_scores_that_are_all_the_same_without_attention_have_a_floor() -> None:
     ids[:, 0] = 4
     with torch.no_grad():
         labels = exact(ids).logits.squeeze(-1)  # what the exact model says is right
-    metric = classification_metric(exact, {"": [{"input_ids": ids, "labels": labels}]}, ["pearson"], regression=True)
+    metric = classification_measure(exact, {"": [{"input_ids": ids, "labels": labels}]}, ["pearson"], regression=True)
     own, without = (
         {row["metric"]: row["value"] for row in metric(one)} for one in (exact, without_attention(exact).eval())
     )
@@ -199,13 +199,13 @@ def test_cosine_to_the_exact_embeddings() -> None:
     exact, other = tiny_model("bert").eval(), tiny_model("bert").eval()
     ids = torch.randint(4, VOCABULARY, (5, 7))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    values = {row["metric"]: row["value"] for row in embedding_metric(exact, [batch])(other)}
+    values = {row["metric"]: row["value"] for row in embedding_measure(exact, [batch])(other)}
     with torch.no_grad():
         a, b = (model(ids)[0].mean(dim=1) for model in (exact, other))
     expected = float(((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean())
     assert values["cosine"] == pytest.approx(expected, abs=1e-6)
     assert values["divergence"] == pytest.approx(1 - expected, abs=1e-6)
-    assert {row["metric"]: row["value"] for row in embedding_metric(exact, [batch])(exact)}["cosine"] == pytest.approx(
+    assert {row["metric"]: row["value"] for row in embedding_measure(exact, [batch])(exact)}["cosine"] == pytest.approx(
         1
     )
 

@@ -14,7 +14,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.measure import quality as quality_metrics
-from hf_linear_attn.measure.quality import PERPLEXITY, Score, measure_perplexity, perplexity_metric
+from hf_linear_attn.measure.quality import PERPLEXITY, Score, measure_perplexity, perplexity_measure
 from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget
 from hf_linear_attn.study.plan import LayerSearch
 from hf_linear_attn.study.plan_result import PlanResult, format_divergence
@@ -112,7 +112,7 @@ def test_loss_is_that_of_perplexity_and_the_cache_changes_nothing(monkeypatch: p
     exact, linear = GPT2.build(), patched("elu", GPT2)
     documents = [row.tolist() for row in token_ids(5, 30)] + [[3, 4, 5]]
     settings = {"context": 16, "stride": 8, "batch_size": 3}
-    metric = perplexity_metric(documents, exact=exact, **settings)
+    metric = perplexity_measure(documents, exact=exact, **settings)
     values = values_of(metric, linear)
     reference = measure_perplexity(linear, documents, context=16, stride=8, batch_size=2)
     assert values["loss"] == pytest.approx(reference.loss, rel=1e-5)
@@ -121,15 +121,15 @@ def test_loss_is_that_of_perplexity_and_the_cache_changes_nothing(monkeypatch: p
     assert values_of(metric, linear) == values
     assert values_of(metric, exact)["divergence"] == pytest.approx(0.0, abs=1e-9)
     monkeypatch.setattr(quality_metrics, "MAX_CACHED_VALUES", 0)
-    assert values_of(perplexity_metric(documents, exact=exact, **settings), linear) == values
+    assert values_of(perplexity_measure(documents, exact=exact, **settings), linear) == values
     with pytest.raises(ValueError, match="longer text"):
-        perplexity_metric([[1]], **settings)(exact)
+        perplexity_measure([[1]], **settings)(exact)
 
 
 def test_divergence_is_its_definition() -> None:
     exact, linear = GPT2.build(), patched("elu", GPT2)
     ids = token_ids(1, 12)
-    metric = perplexity_metric([ids[0].tolist()], exact=exact, context=12, stride=6, batch_size=1)
+    metric = perplexity_measure([ids[0].tolist()], exact=exact, context=12, stride=6, batch_size=1)
     with torch.no_grad():
         p, q = (model(ids).logits[0, :-1].double().softmax(-1) for model in (exact, linear))
     expected = float((p * (p / q).log()).sum(-1).mean())
@@ -373,7 +373,7 @@ def test_only_the_chosen_layers_are_linear(models: tuple[Any, Any]) -> None:
     """The measured models are those that the plan makes."""
     exact, linear = models
     documents = [row.tolist() for row in token_ids(4, 24)]
-    metric = perplexity_metric(documents, exact=exact, context=16, stride=8, batch_size=4)
+    metric = perplexity_measure(documents, exact=exact, context=16, stride=8, batch_size=4)
     result = search_layers(exact, linear, metric, metric, budget="100 nats")
     for row in result.curve[1:]:
         planned = hla.patch_model(shared_copy(exact), "elu", layers=row.layers)
@@ -392,7 +392,7 @@ def head_choices(model: Any, *counts: int) -> list[ExactHeads]:
 
 def test_heads_within_a_budget_of_the_cache(models: tuple[Any, Any]) -> None:
     exact, linear = models
-    metric = perplexity_metric(
+    metric = perplexity_measure(
         [row.tolist() for row in token_ids(4, 24)], exact=exact, context=16, stride=8, batch_size=4
     )
     heads = head_choices(exact, 6, 5, 0)
