@@ -516,6 +516,7 @@ class TrainingRun:
 
     def save(self, target: Path, model: PreTrainedModel, card: str | None = None) -> None:
         """Write a checkpoint with its tokenizer and card, atomically, from the main process."""
+        self.prepare_folder()
         if self.is_main_process:
             with atomic_folder(target) as temporary, quiet_transformers():
                 model.save_pretrained(temporary)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..measure.values import Values
 from ..utils.environment import environment, json_safe, utc_now
-from ..utils.files import atomic_write, check_output, open_output
+from ..utils.files import atomic_write, check_output, open_output, remove_partial_files
 from ..utils.json_lines import JsonLinesFile
 from ..utils.progress import Progress
 
@@ -307,6 +307,8 @@ def open_study(
     check_study(folder, resume=resume, overwrite=overwrite)
     path = None if folder is None else Path(folder)
     with nullcontext() if path is None else open_output(path, RESULTS, overwrite=overwrite):
+        for partial in () if path is None else (path, path / LEARNED_FOLDER):
+            remove_partial_files(partial)
         study = Study(path, Records(path and path / RECORDS_FILE), progress)
         if len(study.records):
             study.progress.log(f"{len(study.records)} records of earlier runs are used where they fit.")

@@ -71,6 +71,17 @@ def test_a_stopped_study_resumes(tmp_path: Path) -> None:
         assert not list((tmp_path / "out").iterdir())
 
 
+def test_a_resumed_study_removes_what_a_killed_process_left_half_written(tmp_path: Path) -> None:
+    with open_study(tmp_path, "test", {}) as study:
+        study.learned(TRAINING, Trainer())
+    partial = [tmp_path / ".plan.json.0123abcd.part", tmp_path / LEARNED_FOLDER / ".1.safetensors.0123abcd.part"]
+    for path in partial:
+        path.write_text("half")
+    with open_study(tmp_path, "test", {}, resume=True) as study:
+        assert not any(path.exists() for path in partial)
+        assert study.records.latest(TRAINING) is not None
+
+
 def test_a_study_without_a_result_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), open_study(tmp_path / "new" / "out", "test", {}):
         raise RuntimeError

@@ -137,6 +137,25 @@ def test_killed_after_a_distillation_that_drew_features_anew(
 
 
 @pytest.mark.slow
+def test_killed_while_the_model_is_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run that has nothing else to do removes what was half written."""
+    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", distill__max_steps=1)
+    partial = tmp_path / "out" / ".model.0123abcd.part"
+
+    def die_while_writing(*args: Any) -> None:
+        partial.mkdir()
+        kill()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_linear_attn.study.convert._save", die_while_writing)
+        with pytest.raises(Killed):
+            convert(config, console=quiet())
+    convert(replace(config, resume=True), console=quiet())
+    assert not partial.exists()
+    assert (tmp_path / "out" / "model" / "README.md").is_file()
+
+
+@pytest.mark.slow
 def test_killed_while_adapters_are_trained_and_features_drawn_anew(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
