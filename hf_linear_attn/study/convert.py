@@ -30,6 +30,7 @@ from ..training import models
 from ..training.calibration import CALIBRATION_LENGTH, CALIBRATION_TOKENS, calibrate, leading_batches
 from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
 from ..training.options import ConvertConfig, FinetuneConfig, TrainingRunConfig
+from ..training.resumable import local_seed
 from ..training.selection import close_harmful_parts
 from ..training.sharding import is_sharded
 from ..training.transfer import exact_length
@@ -492,7 +493,9 @@ def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: s
     def train() -> tuple[nn.Module, dict[str, Any]]:
         if not config.distill.lora_rank:
             return run.train("distill", student, stage, teacher_model=teacher)
-        model, progress = run.train("distill", models.add_adapters(student, config.distill.lora_rank), stage)
+        with local_seed(config.seed):
+            adapted = models.add_adapters(student, config.distill.lora_rank)
+        model, progress = run.train("distill", adapted, stage)
         return model.merge_and_unload(), progress
 
     student = run.learned(stage, student, train).eval()

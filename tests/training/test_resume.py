@@ -156,16 +156,18 @@ def test_killed_while_the_model_is_written(folder: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 3])  # before the first checkpoint adapters are made anew, with the same numbers
 def test_killed_while_adapters_are_trained_and_features_drawn_anew(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = (folder / "encoder", folder / "task")
     options: dict[str, Any] = {"attention": "favor+", "options": {"redraw_every": 2}, "distill__lora_rank": 2}
     convert(convert_config(*paths, tmp_path / "whole", **options), console=quiet())
     with monkeypatch.context() as patch:
-        at_step(patch, "distill", 3, kill)
+        at_step(patch, "distill", step, kill)
         with pytest.raises(Killed):
             convert(convert_config(*paths, tmp_path / "out", **options), console=quiet())
+    torch.manual_seed(1)  # another process
     convert(convert_config(*paths, tmp_path / "out", **options, resume=True), console=quiet())
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
