@@ -15,7 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
@@ -217,7 +224,8 @@ class ResumableTrainer(Trainer):
       meanwhile leaves a folder from which it cannot resume.
     - A resumed run sees the batches of the undisturbed one, and ends on a CPU with the same bits, given the same number
       of threads (see `EpochSampler` and `SeededCollator`; a data set whose rows are random themselves is beyond that).
-    - It goes on with the states of its callbacks: an early stop counts the evaluations before it, too.
+    - It goes on with the states of its callbacks: an early stop counts the evaluations before it, too. From a
+      checkpoint of the last step it takes no further one.
     - SIGINT and SIGTERM write a checkpoint and raise an `InterruptedRunError`, unless `callbacks` has an
       `InterruptionCallback` of its own.
     - Learned parts of mechanisms are saved beside PEFT's adapters, which would leave them out of a checkpoint.
@@ -308,6 +316,15 @@ class ResumableTrainer(Trainer):
         self.data_collator.set_epoch(epoch)
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the batches of a step; none if the run had ended when its checkpoint was written."""
+        patience = (item for item in self.callback_handler.callbacks if isinstance(item, EarlyStoppingCallback))
+        stopped = any(item.early_stopping_patience_counter >= item.early_stopping_patience for item in patience)
+        if self.resumed_from is not None and (stopped or self.state.global_step >= self.state.max_steps):
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of a validation set. What is random in its batches is the same in every evaluation."""

@@ -90,6 +90,21 @@ def test_signals_save_and_say_how_to_resume(folder: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
+def test_stopped_in_the_last_step(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer itself would take a step more than it was told."""
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        at_step(patch, "distill", 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(InterruptedRunError, match="after step 6 of 6"):
+            convert(convert_config(*paths), console=quiet())
+    results = convert(convert_config(*paths, resume=True), console=quiet())
+    assert results["stages"]["distill"]["step"] == 6
+    assert weights(paths[2]) == weights(folder / "complete")
+    rows = [[row["step"] for row in log_rows(out, "distill")] for out in (paths[2], folder / "complete")]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("signalled", [False, True], ids=["killed", "signal"])
 def test_stopped_in_attention_transfer(
     signalled: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -285,7 +300,8 @@ def test_the_weights_of_the_best_step_remain(folder: Path, tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_patience_stops_early(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_patience_stops_early(interrupted: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([0.5, 0.4, 0.3, 0.9])
     monkeypatch.setattr(TaskData, "compute_metrics", lambda self, prediction: {"accuracy": next(scores)})
     config = finetune_config(
@@ -296,6 +312,11 @@ def test_patience_stops_early(folder: Path, tmp_path: Path, monkeypatch: pytest.
         train__eval_steps=0.25,
         train__patience=2,
     )
-    results = finetune(config, console=quiet())
+    if interrupted:
+        with monkeypatch.context() as patch:
+            at_step(patch, "train", 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            with pytest.raises(InterruptedRunError, match="after step 6 of 8"):
+                finetune(config, console=quiet())
+    results = finetune(replace(config, resume=interrupted), console=quiet())
     assert results["stages"]["train"]["step"] == 6
     assert results["stages"]["trained"] == {"accuracy": 0.5}
