@@ -194,6 +194,10 @@ def budget_lines(config: TrainingRunConfig, facts: dict[str, Any], state: dict[s
         timed = rows.get(budget.length)
         if timed is not None and is_measurable(timed["speedup_p20"], timed["speedup_p80"]):
             value, measured = timed["speedup"], f"{timed['speedup']:.2f}x"
+        else:
+            known = "not known" if timed is None else NOT_MEASURABLE
+            problem = f"The speed of the saved model at {budget.length:,} tokens is {known}"
+            lines += ["", f"{problem}: nothing says whether it is within the budget."]
     elif budget.unit is not None:
         recall = budget.unit.name == "recall"
         exact = state.get("recall, teacher" if recall else "teacher")

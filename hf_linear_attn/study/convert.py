@@ -315,9 +315,7 @@ def _measure_choice(
     student, name = patch_model(shared_copy(teacher), plan), f"{share:.0%} exact heads"
     if budget.unit is None:
         (timed, *_) = _timings(run, teacher, student, budget.length)["student"]
-        # What varies more from round to round than it differs from 1 is no speedup.
-        known = is_measurable(float(timed["speedup_p20"]), float(timed["speedup_p80"]))
-        return float(timed["speedup"]) if known else min(float(timed["speedup"]), 1.0)
+        return float(timed["speedup"]) if is_measurable(timed["speedup_p20"], timed["speedup_p80"]) else None
     rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
     calibrate(student, rows, max_length=_calibrated_length(run))
     if budget.unit.name != "recall":

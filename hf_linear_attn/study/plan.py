@@ -450,6 +450,8 @@ class LayerSearch:
         """Choose a candidate; where none is within the budget, the nearest one, with False."""
         budget = self.budget
         within = [one for one in rows if one.is_within(budget, informative=informative)]
+        if budget.cost == "speedup":
+            within = [one for one in within if str(budget.length) not in one.unsure] or within
         if within:
             return within[0 if budget.unit is None else -1], True
         if budget.unit is None:

@@ -320,6 +320,19 @@ def test_a_speed_that_varies_more_than_it_differs_is_not_stated(search: Any, mon
     assert "is not confirmed for 1 of 3 layers as elu (layers 1): not measurable, timed again" in budget.summary()[0]
 
 
+def test_a_speed_that_is_measurable_is_chosen_before_one_that_is_not(
+    search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def passes(models: Any, *arguments: Any, **options: Any) -> Any:
+        count = sum(layer.attention == "elu" for layer in hla.patch_report(models["linear"]).layers)
+        speedup, low = {1: (2.1, 0.8), 2: (2.2, 2.0), 3: (2.4, 2.3)}[count]
+        return {"linear": [{"metric": "seconds", "speedup": speedup, "speedup_p20": low, "speedup_p80": 3.0}]}
+
+    monkeypatch.setattr("hf_linear_attn.study.plan.measure_passes", passes)
+    result = search("2x at 16")
+    assert (result.layers, result.met) == ([0, 1], True)
+
+
 @pytest.mark.parametrize(
     ("speedups", "text"),
     [
