@@ -285,7 +285,8 @@ def draw_curve(result: PlanResult, model_name: str) -> bytes:
             else:
                 axes.axhline(1.0, color="#767676", linewidth=1, label=result.baseline)
                 for length in getattr(result.curve[0], name):
-                    axes.plot(table[f"{name}_at_{length}"], marker="s", label=f"{int(length):,} tokens")
+                    known = [name == "cache" or length not in one.unsure for one in result.curve]
+                    axes.plot(table[f"{name}_at_{length}"].where(known), marker="s", label=f"{int(length):,} tokens")
             if name == limited and result.conclusive:
                 limit = budget.limit / (100 if name == "cache" else 1)
                 axes.axhline(limit, color="black", linestyle="--", label=f"budget: {budget.text}")

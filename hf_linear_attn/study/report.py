@@ -72,7 +72,7 @@ STYLE: Any = {
 
 CAPTIONS = {
     "quality_vs_speed": "Quality against speed at the length of interest. Hollow: as patched; filled: after attention "
-    "transfer or conversion. Up and right is better.",
+    "transfer or conversion; lines across: 20th to 80th percentile of the speed. Up and right is better.",
     "time": "Time of one forward pass of the whole model, batch 1. Bands: 20th to 80th percentile.",
     "memory": "Peak memory of one forward pass beyond weights and inputs.",
     "fidelity": "Relative error of the attention outputs by layer, mean over heads; 1 is as wrong as zeros.",
@@ -263,6 +263,7 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
         style = {**_style(evaluation, label), "linestyle": "none", "markersize": 9}
         style["marker"] = style["marker"] or "x"
         axes.plot([speedup] * len(known), known, color=style["color"], linewidth=1.0, alpha=0.7)
+        axes.plot(evaluation.spread(label, length), [known[-1]] * 2, color=style["color"], linewidth=1.0, alpha=0.7)
         axes.plot([speedup] * (len(known) - 1), known[:-1], **style, markerfacecolor="white")
         axes.plot([speedup], known[-1:], label=_name(evaluation, label), **style)
         means += known
@@ -329,8 +330,9 @@ def _curves(evaluation: Evaluation, panels: Sequence[Any]) -> Any:
         for label, part in rows.groupby("label", sort=False):
             style = _style(evaluation, label)
             axes.plot(part["length"], part[column], label=_name(evaluation, label), markersize=5, **style)
-            if metric == "seconds" and column == "value":
-                axes.fill_between(part["length"], part["p20"], part["p80"], color=style["color"], alpha=0.15, lw=0)
+            if metric == "seconds":
+                low, high = ("speedup_p20", "speedup_p80") if column == "speedup" else ("p20", "p80")
+                axes.fill_between(part["length"], part[low], part[high], color=style["color"], alpha=0.15, lw=0)
         axes.set_xscale("log", base=2)
         lengths = sorted(rows["length"].astype(int).unique())
         ticks = lengths[:: -max(1, math.ceil(len(lengths) / 5))]

@@ -142,8 +142,13 @@ class Evaluation:
 
     def measurable(self, label: str, length: int, measurement: str = FORWARD) -> bool:
         """Return whether the spread of a speedup is narrower than its effect (see `utils.timing.is_measurable`)."""
+        spread = self.spread(label, length, measurement)
+        return not spread or is_measurable(*spread)
+
+    def spread(self, label: str, length: int, measurement: str = FORWARD) -> list[float]:
+        """Return the 20th and the 80th percentile of a speedup; nothing where it was not timed."""
         rows = self._timings(label, measurement, length=length)
-        return not len(rows) or is_measurable(rows["speedup_p20"].iloc[-1], rows["speedup_p80"].iloc[-1])
+        return [float(rows[name].iloc[-1]) for name in ("speedup_p20", "speedup_p80") if len(rows)]
 
     def _timings(self, label: str, measurement: str = FORWARD, **columns: Any) -> pd.DataFrame:
         return self.select(measurement, "seconds", label=label, batch_size=1, **columns).dropna(subset="speedup")

@@ -17,7 +17,7 @@ from hf_linear_attn.measure import quality as quality_metrics
 from hf_linear_attn.measure.quality import PERPLEXITY, Score, measure_perplexity, perplexity_measure
 from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget
 from hf_linear_attn.study.plan import LayerSearch
-from hf_linear_attn.study.plan_result import PlanResult, format_divergence
+from hf_linear_attn.study.plan_result import PlanResult, draw_curve, format_divergence
 from hf_linear_attn.study.study import Conditions, open_study
 from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.training.head_search import ExactHeads
@@ -315,6 +315,9 @@ def test_a_speed_that_varies_more_than_it_differs_is_not_stated(search: Any, mon
     assert set(result.formatted_table()["speed at 16"][1:]) == {"not measurable"}
     assert [row.unsure for row in result.curve] == [[], ["16"], ["16"], ["16"]]
     assert not any("is faster than" in sentence for sentence in result.summary())
+    monkeypatch.setattr("hf_linear_attn.study.plan_result.png", lambda figure: figure)
+    drawn: Any = draw_curve(result, "a model")
+    assert [math.isnan(value) for value in drawn.axes[1].lines[1].get_ydata()] == [False, True, True, True]
     budget = search("1.05x at 16")
     assert (budget.within_budget, budget.met) == (True, False)
     assert "is not confirmed for 1 of 3 layers as elu (layers 1): not measurable, timed again" in budget.summary()[0]

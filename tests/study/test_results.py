@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 import pandas
 import pytest
@@ -198,6 +199,20 @@ def test_a_conversion_with_exact_layers_is_in_the_map_of_errors() -> None:
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["elu", CONVERTED]
     assert axes.images[0].get_array().mask.tolist() == [[False, False], [True, False]]
+
+
+def test_plots_show_how_much_a_speed_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table calls such a speed not measurable."""
+    figures: dict[str, Any] = {}
+    monkeypatch.setattr(report, "png", lambda figure: figures.setdefault(len(figures), figure) and b"")
+    result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 10.0, "without attention": 20.0}, spread=(0.8, 2.5))
+    result.info["model"] |= {"attention": "sdpa"}
+    report.draw_plots(result)
+    against_speed, time = figures.values()
+    lines = [(line.get_color(), list(line.get_xdata())) for line in against_speed.axes[0].lines]
+    assert (report.COLORS[0], [0.8, 2.5]) in lines
+    bands = [band.get_datalim(axes.transData) for axes in time.axes[1:] for band in axes.collections]
+    assert any((band.y0, band.y1) == pytest.approx((0.8, 2.5)) for band in bands)
 
 
 def test_lengths_beyond_the_positions_are_marked_with_the_line_that_says_so() -> None:
