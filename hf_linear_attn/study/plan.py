@@ -155,7 +155,7 @@ def prepare_plan(config: PlanConfig) -> PlannedModel:
     data = replace(config.data, max_eval_samples=resolved.max_eval_samples)
     inputs = read_inputs(exact, text, data, resolved, HALVES)
     if (score := score_of(inputs.measurements[0][0])) is not None:
-        budget.check_metric(score.title, greater_is_better=score.higher_is_better)
+        replace(budget, unit=unit).check_metric(score.title, greater_is_better=score.higher_is_better)
     if unit.name == "recall":  # chosen for and verified with prompts of two seeds
         recall = [recall_measurement(exact, [budget.length], config.seed + number) for number in range(len(HALVES))]
         prompts = row_facts([budget.length] * recall[0][0].settings["trials"])

@@ -24,13 +24,15 @@ from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.data.text import hold_out
 from hf_linear_attn.measure.quality import Assessment, assess
 from hf_linear_attn.study import options
+from hf_linear_attn.study.budgets import Budget
 from hf_linear_attn.study.options import PlanConfig
-from hf_linear_attn.study.plan import plan
+from hf_linear_attn.study.plan import plan, prepare_plan
 from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.study.prepare import split_halves
 from hf_linear_attn.study.study import RECORDS_FILE, Records
 from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.utils.progress import ConsoleProgress
+from tests.training.tiny_runs import save_task
 
 from ..inputs import token_ids
 from ..small import attentions
@@ -468,3 +470,14 @@ def test_help_does_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert options.PlanConfig.__doc__
+
+
+def test_a_loss_in_points_is_not_that_of_an_error(folder: Path, tmp_path: Path) -> None:
+    """A larger error would be shown as a gain, whatever the budget is for."""
+    tiny_model("bert", BertForSequenceClassification, num_labels=1).save_pretrained(tmp_path / "scores")
+    tiny_tokenizer().save_pretrained(tmp_path / "scores")
+    save_task(tmp_path / "task", scores=True)
+    data = DataConfig(dataset=str(tmp_path / "task"), text_columns=("sentence",), metrics=("mse", "pearson"))
+    config = PlanConfig(str(tmp_path / "scores"), "2x at 32", data=data, quick=True)
+    with pytest.raises(ValueError, match="needs a metric of which more is better, not 'task mse'"):
+        prepare_plan(config, Budget.parse(config.budget))
