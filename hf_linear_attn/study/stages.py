@@ -214,7 +214,11 @@ class TrainingRun:
     def _conditions(self, stage: str) -> Conditions:
         options = flatten(to_dict(self.config))
         settings = {name: value for name, value in options.items() if name not in FREE_OPTIONS}
-        return Conditions(str(self.config.model), measurement=stage, seed=self.config.seed, settings=settings)
+        machine = environment(self.process.device)["hardware"] if stage == "speed" else {}
+        device = {name: machine[name] for name in ("device", "cpu", "threads") if machine}
+        return Conditions(
+            str(self.config.model), measurement=stage, seed=self.config.seed, settings=settings, device=device
+        )
 
     def use_data(self, data: TaskData) -> None:
         """Set the data of the task; a ValueError if a resumed run began with other rows."""

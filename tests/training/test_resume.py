@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.study.study import Records
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.options import TeacherConfig
 from hf_linear_attn.training.resumable import InterruptedRunError
@@ -168,6 +169,23 @@ def test_killed_while_the_model_is_written(folder: Path, tmp_path: Path, monkeyp
     convert(replace(config, resume=True), console=quiet())
     assert not partial.exists()
     assert (tmp_path / "out" / "model" / "README.md").is_file()
+
+
+@pytest.mark.slow
+def test_speed_is_measured_anew_on_another_machine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card says on which one it was measured."""
+    changes = {"speed__lengths": [16], "distill__max_steps": 1}
+    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_linear_attn.study.convert._save", kill)
+        with pytest.raises(Killed):
+            convert(config, console=quiet())
+    monkeypatch.setattr("hf_linear_attn.utils.environment.cpu_name", lambda: "another")
+    convert(replace(config, resume=True), console=quiet())
+    labels = [record.label for record in Records(tmp_path / "out" / "study" / "records.jsonl")]
+    assert (labels.count("speed"), labels.count("distill")) == (2, 1)
 
 
 @pytest.mark.slow
