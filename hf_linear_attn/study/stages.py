@@ -203,10 +203,13 @@ class TrainingRun:
         config, path = self.config, self.folder / STUDY_FOLDER / RECORDS_FILE
         records = Records(path if config.resume and path.is_file() else None)
         if records.runs:
-            before, now = (flatten(values) for values in (list(records.runs.values())[-1].settings, to_dict(config)))
+            last = list(records.runs.values())[-1]
+            before, now = (flatten(values) for values in (last.settings, to_dict(config)))
             if changes := _changes(before, now, FREE_OPTIONS):
                 remedy = "Use the same options, with the same version of hf-linear-attn."
                 raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
+            if changes := _changes(last.environment["versions"], environment()["versions"]):
+                self.say(f"Finished stages are those of other versions ({changes}).")
         records.path = path if self.is_main_process else None
         records.start_run(self.tool, to_dict(config), environment(self.process.device))
         return Study(path.parent, records, self.progress, writes=self.is_main_process)

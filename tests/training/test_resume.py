@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
+from rich.console import Console
 from transformers import AutoModelForSequenceClassification
 
 from hf_linear_attn.data.task_data import TaskData
@@ -183,7 +186,12 @@ def test_speed_is_measured_anew_on_another_machine(
         with pytest.raises(Killed):
             convert(config, console=quiet())
     monkeypatch.setattr("hf_linear_attn.utils.environment.cpu_name", lambda: "another")
-    convert(replace(config, resume=True), console=quiet())
+    monkeypatch.setattr("hf_linear_attn.utils.environment.__version__", "9.9.9")
+    screen = io.StringIO()
+    convert(replace(config, resume=True), console=Console(file=screen, width=200))
+    assert re.search(
+        "Finished stages are those of other versions .hf_linear_attn was '.*', now '9.9.9'", screen.getvalue()
+    )
     labels = [record.label for record in Records(tmp_path / "out" / "study" / "records.jsonl")]
     assert (labels.count("speed"), labels.count("distill")) == (2, 1)
 
