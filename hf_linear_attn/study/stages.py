@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -177,6 +178,9 @@ class TrainingRun:
         self.log_file = self.folder / LOG_FILE if self.is_main_process else None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        hardware = environment(self.process.device)["hardware"]
+        machine = {name: hardware[name] for name in ("device", "cpu", "threads")}
+        self._machine: dict[str, Any] = broadcast_object_list([machine])[0]  # all processes look up the same records
         self.study = self._open_study()
         #: What is known of each stage: its metrics, or what its training did.
         self.state: dict[str, Any] = {}
@@ -209,7 +213,7 @@ class TrainingRun:
                 remedy = "Use the same options, with the same version of hf-linear-attn."
                 raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
             if changes := _changes(last.environment["versions"], environment()["versions"]):
-                self.say(f"Finished stages are those of other versions ({changes}).")
+                self.progress.log(f"Finished stages are those of other versions ({changes}).")
         records.path = path if self.is_main_process else None
         records.start_run(self.tool, to_dict(config), environment(self.process.device))
         return Study(path.parent, records, self.progress, writes=self.is_main_process)
@@ -217,8 +221,7 @@ class TrainingRun:
     def _conditions(self, stage: str) -> Conditions:
         options = flatten(to_dict(self.config))
         settings = {name: value for name, value in options.items() if name not in FREE_OPTIONS}
-        machine = environment(self.process.device)["hardware"] if stage == "speed" else {}
-        device = {name: machine[name] for name in ("device", "cpu", "threads") if machine}
+        device = self._machine if stage == "speed" else {}
         return Conditions(
             str(self.config.model), measurement=stage, seed=self.config.seed, settings=settings, device=device
         )
