@@ -56,7 +56,9 @@ passes_causal_argument = _guard(r"\bis_causal=True\b")
 #: Whether a model makes the attention masks of its layers.
 makes_masks = _guard(r"\bcreate_\w*mask\w*\(")
 #: Whether a model makes masks by its position ids too: Transformers then begins a document at every jump.
-makes_masks_by_positions = _guard(r"\bcreate_\w*mask\w*\((?:[^()]|\([^()]*\))*position_ids|'position_ids': ")
+makes_masks_by_positions = _guard(
+    r"\b(?:create_\w*mask\w*|mask_function)\((?:[^()]|\([^()]*\))*position_ids|'position_ids': "
+)
 #: Whether a mixer of tokens (Mamba's first) goes on from its recurrent state by one token only: several begin anew.
 restarts_its_state = _guard(r"(?s)^(?!.*initial_state)(?=.*\bseq_len == 1\b).*\.update_recurrent_state\(")
 #: Whether modules of the class pass a logit soft cap to the attention, where their config has one.

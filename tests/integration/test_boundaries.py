@@ -11,7 +11,7 @@ from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
 from tests.integration.packed import as_ids, calls_of, packed, positions, unpacked_logits
 from tests.small import patch_small, patched
-from tests.tiny_models import BERT, DECODERS, FAMILIES, LLAMA
+from tests.tiny_models import BERT, DECODERS, FAMILIES, LLAMA, tiny_model
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
@@ -46,9 +46,11 @@ def test_beside_a_mask_positions_are_positions(family):
     assert calls == [(1, 14)] * 2
 
 
-def test_a_decoder_without_a_cache_splits_at_every_jump():
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_a_decoder_without_a_cache_splits_at_every_jump(architecture):
     """Transformers' own rule, there."""
-    model = patched("hedgehog", LLAMA)
+    options = {"sliding_window": None} if architecture == "mistral" else {}
+    model = hla.patch_model(tiny_model(architecture, **options), "hedgehog")
     ids, position_ids = token_ids(1, 9), torch.tensor([[3, 4, 5, 0, 1, 2, 3, 7, 8]])
     out = logits(model, ids, position_ids=position_ids, use_cache=False)
     parts = [

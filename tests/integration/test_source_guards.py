@@ -30,7 +30,7 @@ EXPECTED: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "makes_masks": ([("llama", "LlamaModel"), ("gpt2", "GPT2Model")], [("llama", "LlamaAttention")]),
     "makes_causal_masks_only": ([("opt", "OPTDecoder")], [("bert", "BertEncoder")]),
     "makes_masks_by_positions": (
-        [("llama", "LlamaModel"), ("gpt2", "GPT2Model"), ("gemma3", "Gemma3TextModel")],
+        [("llama", "LlamaModel"), ("gpt2", "GPT2Model"), ("gemma3", "Gemma3TextModel"), ("mistral", "MistralModel")],
         [("opt", "OPTDecoder"), ("clip", "CLIPTextModel"), ("afmoe", "AfmoeModel"), ("bert", "BertModel")],
     ),
     "restarts_its_state": (
