@@ -15,13 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.head_mixture import linear_mechanism
 from ..ops.common import State
+from ..utils.models import BOUNDARY_ARGUMENTS
 from .cache import LinearStateLayer, self_attention_cache, state_layer
 from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
 from .discovery import Direction, config_value, declared_direction
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask, padding_of
 from .models import has_adapter
-from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_numbers, documents_of, run_packed
+from .packing import BOUNDARIES, boundaries_of, document_numbers, documents_of, run_packed
 
 logger = logging.getLogger(__name__)
 

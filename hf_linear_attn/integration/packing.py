@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 from . import source_guards
 from .cache import FILLED_CACHE, replace_static_layers, self_attention_cache
-from .context import ModelRun, forward_context, layer_context
+from .context import ModelRun, forward_context, is_patched, layer_context
 from .discovery import AttentionLayer
 from .models import model_around, parent_names
 from .positions import check_positions, find_tables
 
 #: The argument with the boundaries: `[n + 1]`, the first token of each document and the end.
 BOUNDARIES = "cu_seq_lens_q"
-#: Transformers' arguments that describe a packed batch.
-BOUNDARY_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: Name of the attribute of a model around patched layers that is its `ModelContext`.
 MODEL_CONTEXT = "_linear_attention_model_context"
 

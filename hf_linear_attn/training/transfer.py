@@ -429,21 +429,19 @@ class AttentionTransferLoss:
         What the model does not take of the batch, such as labels for a backbone, is left out.
         """
         losses: list[Tensor] = []
-        tokens: list[int] = []  # of the calls, padding included
         inputs = model_inputs(self.backbone, batch)
 
         def observe(call: AttentionCall) -> None:
             # Every step draws other queries in each layer. An evaluation draws the same ones every time.
             seed = (step or 0) * MAX_LAYERS + len(losses)
             training = step is not None
-            tokens.append(call.query.shape[0] * call.query.shape[2])
+            if not losses:
+                self.tokens += int(call.real_queries()[:, 0].sum())
             with torch.autocast(call.query.device.type, enabled=False):  # half precision is for the model
                 losses.append(layer_loss(call, self.kind, backward=training, seed=seed))
 
         with observe_attention(self.model, observe), torch.no_grad():
             self.backbone(**inputs)
-        mask = inputs.get("attention_mask")
-        self.tokens += int(mask.sum()) if mask is not None else tokens[0]
         return torch.stack(losses)
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel
 from transformers.utils import logging
 
+#: Transformers' arguments that describe a packed batch. Models take them among their `**kwargs`.
+BOUNDARY_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
 Batch = Mapping[str, Any]
 """What the tokenizer returns: tensors `[B, L]` by their names."""
 
@@ -30,7 +33,9 @@ def accepted(model: Any, **arguments: Any) -> dict[str, Any]:
 def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
     """Return what a model's forward pass takes of a batch, on its device, without labels and without a cache."""
     inputs = BatchEncoding({name: value for name, value in batch.items() if name != "labels"})
-    return accepted(model, **inputs.to(model.device), use_cache=False)
+    moved = inputs.to(model.device)
+    boundaries = {name: moved[name] for name in BOUNDARY_ARGUMENTS if name in moved}
+    return {**accepted(model, **moved, use_cache=False), **boundaries}
 
 
 def mean_pooling(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -259,12 +259,18 @@ def test_fidelity_and_transfer_see_documents(name):
     model = patched(name, BERT)
     rows = [ids[0] for ids in documents((5, 9, 12))]
     padded, flat = padded_batch(rows, "right"), packed((5, 9, 12))
-    one, other = measure_fidelity(model, [flat]), measure_fidelity(model, [padded])
-    assert one.tokens == other.tokens == 26
-    assert one.output_error == pytest.approx(other.output_error, rel=1e-4)
-    assert one.kl == (None if other.kl is None else pytest.approx(other.kl, rel=1e-4))
-    losses = [transfer_attention(copy.deepcopy(model), [batch], max_steps=2).losses for batch in (flat, padded)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    # Beside a mask positions say nothing of documents, and boundaries do.
+    bounded = {**flat, "attention_mask": torch.ones(1, 26), "cu_seq_lens_q": torch.tensor([0, 5, 14, 26])}
+    expected = measure_fidelity(model, [padded])
+    course = transfer_attention(copy.deepcopy(model), [padded], max_steps=2)
+    for batch in (flat, bounded):
+        measured = measure_fidelity(model, [batch])
+        assert measured.tokens == expected.tokens == 26
+        assert measured.output_error == pytest.approx(expected.output_error, rel=1e-4)
+        assert measured.kl == (None if expected.kl is None else pytest.approx(expected.kl, rel=1e-4))
+        result = transfer_attention(copy.deepcopy(model), [batch], max_steps=2)
+        assert result.losses == pytest.approx(course.losses, rel=1e-3)
+        assert result.tokens == course.tokens == 52
 
 
 @pytest.mark.parametrize("layers", [None, [1]], ids=["linear", "mixture"])
