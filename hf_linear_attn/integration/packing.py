@@ -135,6 +135,24 @@ def boundaries_of(kwargs: dict[str, Any], mask: Tensor | None) -> Tensor | None:
     return boundaries
 
 
+def check_exact_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Raise where an exact model would run the packed documents of a batch into each other, without a word.
+
+    Of those that call no flash attention, only models that make masks by their positions keep documents apart.
+    """
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    packed = inputs.get(BOUNDARIES) is not None
+    if not packed and isinstance(positions, Tensor) and positions.dim() == 2 and mask is None:
+        packed = find_documents(positions) is not None
+    makes_masks = mask is None and any(source_guards.makes_masks_by_positions(type(part)) for part in model.modules())
+    implementation = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    if packed and not makes_masks and "flash" not in implementation and not is_patched(model):
+        raise NotImplementedError(
+            f"{type(model).__name__} is exact and would run packed documents (position_ids that begin again, or "
+            f"{BOUNDARIES}) into each other. Pass padded rows."
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------- Hooks
 
 

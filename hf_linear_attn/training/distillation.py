@@ -20,6 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..data.task_data import IGNORED
 from ..integration.context import is_learned
 from ..integration.exact import exact_attention
+from ..integration.packing import check_exact_packing
 from ..mechanisms.base import LinearAttention
 from ..utils.models import evaluation_mode, frozen, mean_pooling
 from ..utils.options import check_options
@@ -329,7 +330,7 @@ class DistillationTrainer(FinetuningTrainer):
     which starts from the state (or the keys) after them ("state passing", arXiv:2507.02782). The teacher sees all.
 
     A model without a head learns the mean-pooled embeddings of its teacher, whatever the labels of its training rows.
-    While it trains, the teacher has no gradients and no dropout. Under FSDP2 and ZeRO-3 it is sharded, too.
+    While it trains, the teacher has no gradients, dropout or cache. Under FSDP2 and ZeRO-3 it is sharded, too.
 
     Args:
         model: The student: a patched model, or one with PEFT adapters around a patched model.
@@ -363,7 +364,7 @@ class DistillationTrainer(FinetuningTrainer):
         self.teacher = teacher_model
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `FinetuningTrainer` does. Meanwhile the teacher has no gradients and no dropout."""
+        """Train as `FinetuningTrainer` does. Meanwhile the teacher has no gradients, dropout or cache."""
         config, has_head = self.args, self._task_loss is losses.task_loss
         if self.teacher is not None:
             self.teacher = shard_frozen_model(self.accelerator, self.teacher)
@@ -459,6 +460,7 @@ class DistillationTrainer(FinetuningTrainer):
         """Return the teacher's outputs for a batch without labels."""
         with self.autocast_smart_context_manager():
             if self.teacher is not None:
+                check_exact_packing(self.teacher, inputs)
                 return self.teacher(**inputs, output_hidden_states=output_hidden_states)
             student: Any = self.model
             with evaluation_mode(student), student.disable_adapter(), exact_attention(student):

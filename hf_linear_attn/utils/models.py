@@ -60,15 +60,25 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Context manager in which a model has no gradients and no dropout. Its flags and modes are restored."""
+    """Context manager in which a model has no gradients, dropout or cache. Its flags and modes are restored.
+
+    (With a cache Transformers does not look for packed documents, and every layer keeps its keys and values.)
+    """
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    candidates: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    configs = [config for config in candidates if hasattr(config, "use_cache")]
+    caches = [config.use_cache for config in configs]
     try:
         model.requires_grad_(False)
+        for config in configs:
+            config.use_cache = False
         with evaluation_mode(model):
             yield
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(required[name])
+        for config, use_cache in zip(configs, caches, strict=True):
+            config.use_cache = use_cache
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     BartConfig,
     BartForConditionalGeneration,
+    DataCollatorWithFlattening,
     GPT2LMHeadModel,
     XLMConfig,
     XLMWithLMHeadModel,
@@ -42,8 +43,9 @@ from hf_linear_attn.training.losses import (
 from hf_linear_attn.utils.models import mean_pooling
 from tests.comparing import assert_close
 from tests.inputs import padded_batch, qkv, token_ids
+from tests.integration.packed import flattened
 from tests.small import mechanism, patched
-from tests.tiny_models import BERT, GPT2, VOCABULARY, tiny_model
+from tests.tiny_models import BERT, DECODERS, GPT2, VOCABULARY, tiny_model
 from tests.training.tiny_data import Rows, classifier, collate, config, logged
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -277,6 +279,29 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
     }
     losses = [terms(student, teacher, each, tmp_path, **WEIGHTS)[1].detach() for each in (longer, batch)]
     assert_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_packed_documents_are_apart_for_the_teacher_too(family: Any, tmp_path: Path) -> None:
+    """It is exact, and with a cache Transformers takes positions that begin again for positions."""
+    rows = [{"input_ids": ids, "labels": ids} for ids in (token_ids(1, size, seed=size)[0].tolist() for size in (5, 9))]
+    teacher, student, losses = family.build(), patched("hedgehog", family), []
+    for name, collator in (("padded", collate), ("packed", DataCollatorWithFlattening(return_tensors="pt"))):
+        settings: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "hidden_weight": 0.0}
+        arguments = config(tmp_path / name, DistillationConfig, **settings)
+        options: dict[str, Any] = {"train_dataset": rows, "data_collator": collator}
+        trainer = DistillationTrainer(copy.deepcopy(student), teacher, arguments, **options)
+        trainer.train()
+        assert teacher.config.use_cache
+        losses += logged(trainer)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_packed_documents_of_an_encoder_need_a_teacher_that_separates_them(tmp_path: Path) -> None:
+    batch = {**flattened(), "labels": flattened()["input_ids"]}
+    with pytest.raises(NotImplementedError, match="BertForMaskedLM is exact and would run packed documents"):
+        terms(patched("hedgehog", BERT), BERT.build(), batch, tmp_path)
+    terms(patched("hedgehog", BERT), patched("window", BERT), batch, tmp_path)  # this one knows their boundaries
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
