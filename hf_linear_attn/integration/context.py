@@ -156,16 +156,15 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:
-    """Context manager inside of which the mechanism and its feature map have the weights of the heads that they see.
+    """Context manager inside of which the mechanism and its parts have the weights of the heads that they see.
 
     accelerate's hooks (`device_map` with "cpu" or "disk", `cpu_offload`) surround `forward` only, and other methods of
-    a mechanism and of its feature map read weights as well. Under tensor parallelism the weights are this process's
+    a mechanism and of its parts read weights as well. Under tensor parallelism the weights are this process's
     own shards. Without either this costs next to nothing.
     """
     if SHARDED_HEADS in mechanism.__dict__:
         return _sharded_heads(mechanism)
-    modules = (mechanism, *mechanism._modules.values())
-    hooked = [module for module in modules if module is not None and ACCELERATE_HOOK in module.__dict__]
+    hooked = [module for module in mechanism.modules() if ACCELERATE_HOOK in module.__dict__]
     if not hooked or torch.compiler.is_compiling():
         return nullcontext()
     with ExitStack() as stack:

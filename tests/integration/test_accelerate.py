@@ -112,6 +112,21 @@ def test_attention_weights_of_an_offloaded_model(name):
     assert all(torch.equal(computed, other) for computed, other in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["hedgehog", "window"])
+def test_offloaded_weights_beside_exact_heads(name):
+    """The feature map lies two levels below the mixture of heads."""
+    model = patched(name, LLAMA, exact_heads=[1])
+    away = cpu_offload(copy.deepcopy(model), execution_device=CPU, offload_buffers=True)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(away.generate(token_ids(), **settings), model.generate(token_ids(), **settings))
+    with torch.no_grad():
+        one, other = (each(token_ids(), output_attentions=True, use_cache=False) for each in (model, away))
+    assert all(
+        torch.equal(computed, expected) for computed, expected in zip(other.attentions, one.attentions, strict=True)
+    )
+    assert all(parameter.is_meta for parameter in away.parameters())
+
+
 def test_weights_come_back_where_a_call_fails():
     away = cpu_offload(patched("hedgehog", LLAMA), execution_device=CPU)
     with pytest.raises(ValueError, match="attention mask"):
