@@ -18,7 +18,7 @@ from tests.inputs import token_ids
 from tests.ops.test_native import REASON
 from tests.slow_cases import long, slow_rows
 from tests.small import patched
-from tests.tiny_models import Family
+from tests.tiny_models import LLAMA, Family
 
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.usefixtures("fresh_compiler")]
 
@@ -79,6 +79,16 @@ def test_a_compiled_model_runs_the_kernels_with_the_same_results(name, family, k
         assert [kernel.endswith("backward") for kernel in kernels] == [False, True]
         kernels.clear()
     assert counter.frame_count == 2
+
+
+def test_numbers_may_be_inputs_of_a_graph(kernels):
+    """With dynamic=True every number that a module holds is one, such as the scaling of a layer."""
+    model, ids, mask = patched("hedgehog", LLAMA), token_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, -4:] = 0
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    computed = compiled(ids, attention_mask=mask, use_cache=False).logits
+    assert_close(computed, model(ids, attention_mask=mask, use_cache=False).logits)
+    assert kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -292,8 +292,11 @@ def output(inputs: Tensors) -> Tensor:
 def differentiable(kernel: str, inputs: Tensors, numbers: Numbers) -> Tensor:
     """Return the output of a kernel without a state, with gradients."""
     tensors = [*inputs.values()]
-    if torch.compiler.is_compiling():  # It does not take a tensor twice, such as a weight of queries and of keys.
+    if torch.compiler.is_compiling():
+        # It does not take a tensor twice, such as a weight of queries and of keys.
         tensors = [tensor.view_as(tensor) for tensor in tensors]
+        # With dynamic=True a number is an input of the graph, which cannot be read inside of the function first.
+        numbers = {name: float(number) for name, number in numbers.items()}
     return _Kernel.apply(kernel, tuple(inputs), numbers, *tensors)
 
 
