@@ -54,8 +54,8 @@ def linear_attention_forward(
     if context is None:
         raise RuntimeError(
             f"{type(module).__name__} was asked to run {IMPLEMENTATION!r} attention, but has no linear attention: "
-            "the checkpoint was loaded without it. Load it with hf_linear_attn.load_pretrained(path), or with "
-            "trust_remote_code=True."
+            "the checkpoint was loaded without it, or an exact model was set to this implementation. Load it with "
+            "hf_linear_attn.load_pretrained(path), or with trust_remote_code=True; or set it to 'sdpa' again."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling * 1.0
     if torch.is_autocast_enabled(query.device.type):
@@ -235,9 +235,11 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
     assert call.mask is not None
     mask = full_mask_to_bool(call.mask, call.label)
     if layer is not None:
+        is_alone = not forward_context.runs and not torch.compiler.is_compiling()
+        around = " The exact model around this layer makes such a mask of a 2D one: patch it as a whole."
         raise NotImplementedError(
             "A 4D attention mask cannot be used with a cache. Pass use_cache=False, or a 2D mask where a state holds "
-            "tokens already."
+            f"tokens already.{around if is_alone else ''}"
         )
     mechanism.check_mask(mask)
     batch, heads, length, _ = call.query.shape

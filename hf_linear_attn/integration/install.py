@@ -95,6 +95,11 @@ def _check_layer(model: PreTrainedModel, index: int, layer: AttentionLayer, laye
             f"Layer {index} ({layer.name}, {type(layer.module).__name__}) {layer.obstacle}. "
             f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
         )
+    if layer.config._attn_implementation == IMPLEMENTATION and layer_context(layer.module) is None:
+        raise ValueError(
+            f"The attention implementation of this exact {type(model).__name__} was set to {IMPLEMENTATION!r}, which "
+            "leaves nothing to run its exact attention with. Call model.set_attn_implementation('sdpa') first."
+        )
     if (layer.config._attn_implementation or "").startswith(SERVERS):
         raise NotImplementedError(
             f"attn_implementation={layer.config._attn_implementation!r} belongs to a server that keeps keys and "

@@ -82,3 +82,17 @@ def test_an_exact_layer_put_into_a_patched_model_is_refused(implementation):
     whole = logits(model, token_ids())
     model.model.layers = model.model.layers[:1]  # a pruned model has fewer
     assert logits(model, token_ids()).shape == whole.shape
+
+
+@torch.no_grad()
+def test_errors_of_an_exact_model_around_a_patched_layer_or_set_to_our_implementation():
+    patched, exact = hla.patch_model(LLAMA.build(), "hedgehog"), LLAMA.build()
+    exact.model.layers[0] = patched.model.layers[0]
+    with pytest.raises(NotImplementedError, match=r"exact model around this layer.*patch it as a whole"):
+        exact(**padded())
+    other = LLAMA.build()
+    other.set_attn_implementation("hf_linear_attn")
+    with pytest.raises(RuntimeError, match=r"an exact model was set to this implementation.*'sdpa' again"):
+        other(token_ids())
+    with pytest.raises(ValueError, match=r"exact LlamaForCausalLM was set to .*set_attn_implementation\('sdpa'\)"):
+        hla.patch_model(other, "hedgehog", layers=[0])  # the other layer would call itself
