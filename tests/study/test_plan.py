@@ -24,7 +24,6 @@ from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.data.text import hold_out
 from hf_linear_attn.measure.quality import Assessment, assess
 from hf_linear_attn.study import options
-from hf_linear_attn.study.budgets import Budget
 from hf_linear_attn.study.options import PlanConfig
 from hf_linear_attn.study.plan import plan, prepare_plan
 from hf_linear_attn.study.plan_result import PlanResult
@@ -480,4 +479,4 @@ def test_a_loss_in_points_is_not_that_of_an_error(folder: Path, tmp_path: Path) 
     data = DataConfig(dataset=str(tmp_path / "task"), text_columns=("sentence",), metrics=("mse", "pearson"))
     config = PlanConfig(str(tmp_path / "scores"), "2x at 32", data=data, quick=True)
     with pytest.raises(ValueError, match="needs a metric of which more is better, not 'task mse'"):
-        prepare_plan(config, Budget.parse(config.budget))
+        prepare_plan(config)
