@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from ..config import DEFAULT_ATTENTION, CacheDtype
 from ..feature_maps.base import AttentionShape
 from ..integration.discovery import attention_shape, self_attention
-from ..measure.speed import NOT_MEASURABLE
 from ..mechanisms.softmax import head_token_bytes
 from ..mechanisms.window import WindowAttention, WindowOptions
 from ..registry import ATTENTIONS, build_options
@@ -222,8 +221,8 @@ def choose_heads_and_window(
     was found), for one of speed from the largest share down until the model is fast enough.
 
     `longest` is the number of tokens of the longest training row. `measure` returns the damage of a share and a window
-    in the budget's unit, or its speed relative to the exact model; None where it is undefined, or the speed not
-    measurable. A ValueError if the budget cannot be measured, or nothing is small or fast enough for it.
+    in the budget's unit, or its speed relative to the exact model; None where it is undefined. A ValueError if the
+    budget cannot be measured, or nothing is small or fast enough for it.
     """
     if budget.cost == "cache":
         window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
@@ -231,12 +230,11 @@ def choose_heads_and_window(
     unit, window, tried, values = budget.unit, quarter_window(longest), [], {}
     for share in SHARES if unit is not None else reversed(SHARES):
         value = measure(share, window)
-        if value is None and unit is not None:
+        if value is None:
             reason = "the exact model recalls nothing there, or a score is undefined"
             raise ValueError(f"The budget {budget.text!r} cannot be measured: {reason}.")
-        values[share] = math.inf if value is None else value
-        speed = NOT_MEASURABLE if value is None else f"{value:.2f}x"
-        tried.append(f"{speed if unit is None else unit.format(value)} with {share:.0%} exact heads")
+        values[share] = value
+        tried.append(f"{f'{value:.2f}x' if unit is None else unit.format(value)} with {share:.0%} exact heads")
         if budget.is_met(value):
             return Choice(share, window, f"untrained, the first choice within {budget.text}: {', '.join(tried)}")
     if unit is None:

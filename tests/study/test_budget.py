@@ -78,17 +78,6 @@ def test_where_no_untrained_choice_keeps_the_quality_the_best_is_trained() -> No
         choose_heads_and_window(Budget.parse("2x at 512"), tiny_model("llama"), 512, lambda share, window: 1.1)
 
 
-def test_a_speed_that_is_not_measurable_is_no_choice_and_not_stated() -> None:
-    speeds = {0.5: None, 0.35: 1.1, 0.2: 2.1}
-    choice = choose_heads_and_window(
-        Budget.parse("2x at 512"), tiny_model("llama"), 512, lambda share, window: speeds[share]
-    )
-    assert choice.share == 0.2
-    assert choice.reason.endswith(
-        "not measurable with 50% exact heads, 1.10x with 35% exact heads, 2.10x with 20% exact heads"
-    )
-
-
 def test_points_of_an_error_are_no_budget() -> None:
     budget = Budget.parse("0.5 points")
     budget.check_metric("accuracy", greater_is_better=True)
