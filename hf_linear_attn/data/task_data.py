@@ -36,7 +36,6 @@ from .tasks import (
     constant_answer_score,
     higher_is_better,
     likeliest_classes,
-    load_metrics,
     load_task,
     perplexity,
 )
@@ -110,7 +109,12 @@ class TaskData:
         `config` is the one that the model was saved with, and `model` what the message calls it.
         """
         trained = any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
-        if self.labels is None or not trained:
+        if not trained:
+            return
+        if self.labels is None:
+            if config.num_labels != 1:
+                remedy = "Give data with classes, or a model without a head."
+                raise ValueError(f"{model} was trained with {config.num_labels} classes; the data has scores. {remedy}")
             return
         names = [str(config.id2label[index]) for index in sorted(config.id2label)]
         generic = all(name == f"LABEL_{index}" for index, name in enumerate(names))
@@ -207,7 +211,9 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
 def _classification(tokenizer: Any, data: DataConfig, max_length: int, seed: int) -> TaskData:
     task, splits = load_labelled(data)
     names = tuple(dict.fromkeys(data.metrics or task.metrics))
-    load_metrics(names)  # an unknown name is an error now, and not after the first pass over the data
+    # An unknown name, or a metric for other labels, is an error now, and not after the first pass over the data.
+    answers = [0.5, 1.5] if task.labels is None else range(len(task.labels))
+    compute_metrics(names, answers, answers)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     task_data = TaskData(

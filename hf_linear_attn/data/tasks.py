@@ -130,10 +130,18 @@ def higher_is_better(name: str) -> bool:
 
 
 def compute_metrics(names: Sequence[str], predictions: Any, references: Any) -> dict[str, float]:
-    """Compute metrics of all rows at once, from predictions and references `[rows]`. Raises as `load_metrics`."""
+    """Compute metrics of all rows at once, from predictions and references `[rows]`.
+
+    Raises as `load_metrics`, and a ValueError for a metric that such labels do not have.
+    """
     functions = load_metrics(names)
-    continuous = any(name in METRICS and METRICS.get(name).continuous for name in names)
-    arrays = [np.asarray(values, dtype=np.float64 if continuous else None) for values in (predictions, references)]
+    continuous = {name: METRICS.get(name).continuous for name in names if name in METRICS}
+    dtype = np.float64 if any(continuous.values()) else None
+    arrays = [np.asarray(values, dtype=dtype) for values in (predictions, references)]
+    of_classes = [name for name, is_continuous in continuous.items() if not is_continuous]
+    if of_classes and (arrays[1] % 1).any():
+        remedy = "Use pearson, spearmanr or mse."
+        raise ValueError(f"{of_classes[0]} compares classes, and these labels are scores. {remedy}")
     return {name: float(function(*arrays)) for name, function in functions.items()}
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict
-from transformers import EvalPrediction
+from transformers import BertConfig, EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.data.task_data import (
@@ -83,6 +83,30 @@ def test_own_metrics_leave_out_what_the_trainer_adds():
     data = task_data("classification", labels=("a", "b"), metric_names=("accuracy", "f1"))
     metrics = {"eval_matched_accuracy": 0.5, "eval_f1": 0.25, "eval_loss": 1.0, "eval_runtime": 3.0, "epoch": 1.0}
     assert data.own_metrics(metrics) == {"matched_accuracy": 0.5, "f1": 0.25}
+
+
+def test_metrics_and_heads_for_other_labels_are_refused(tmp_path):
+    """Before anything is trained or measured: scores have no accuracy, and three classes no F1 of class 1."""
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    scores = "".join(f"one two,{row}.5\n" for row in range(12))
+    classes = "".join(f"one two,{row % 3}\n" for row in range(12))
+    folder = write(tmp_path, {"scores.csv": f"text,label\n{scores}", "classes.csv": f"text,label\n{classes}"})
+
+    def load(name, *metrics):
+        data = DataConfig(dataset=str(folder / name), metrics=metrics or None, max_length=8)
+        return load_task_data("classification", tokenizer(), data, 0)
+
+    for metrics in (("accuracy",), ("pearson", "accuracy"), ("matthews_correlation",)):
+        with pytest.raises(ValueError, match=f"{metrics[-1]} compares classes, and these labels are scores"):
+            load("scores.csv", *metrics)
+    with pytest.raises(ValueError, match="f1 is defined for the classes 0 and 1; these rows have 2"):
+        load("classes.csv", "accuracy", "f1")
+    task = load("scores.csv")
+    trained = {"architectures": ["BertForSequenceClassification"]}
+    with pytest.raises(ValueError, match="The model was trained with 3 classes; the data has scores"):
+        task.check_labels(BertConfig(num_labels=3, **trained), "The model")
+    task.check_labels(BertConfig(num_labels=1, **trained), "The model")
+    task.check_labels(BertConfig(num_labels=3, architectures=["BertModel"]), "The model")
 
 
 def test_own_labelled_data_are_a_task(tmp_path):
