@@ -316,7 +316,7 @@ class Evaluation:
     def save(self, folder: str | Path) -> None:
         """Write the records (which replace others in the folder), the tidy table as CSV, and `evaluation.json`."""
         path = Path(folder)
-        if self.records is not None and self.records.path is None:
+        if self.records is not None and (self.records.path or Path()).resolve() != (path / RECORDS_FILE).resolve():
             self.records.save(path / RECORDS_FILE)
         atomic_write(path / TABLE_FILE, self.table.dropna(axis=1, how="all").to_csv(index=False))
         write_json(path / EVALUATION_FILE, json_safe(self.info))
@@ -333,6 +333,9 @@ class Evaluation:
             raise FileNotFoundError(f"{str(folder)!r} has no {EVALUATION_FILE}. Give the output of an evaluation.")
         info = json.loads((path / EVALUATION_FILE).read_text(encoding="utf-8"))
         records = Records(path / RECORDS_FILE)
+        if missing := info["records"].keys() - {record.id for record in records}:
+            problem = f"lacks {len(missing)} of the {len(info['records'])} records of its evaluation"
+            raise ValueError(f"{str(folder)!r} {problem}. Copy {RECORDS_FILE}, too.")
         return cls(records.to_frame(info["records"]), info, records)
 
     def __repr__(self) -> str:

@@ -95,6 +95,20 @@ def test_files_and_screen(decoder: tuple[Evaluation, str, Path]) -> None:
     assert loaded.summary().equals(evaluation.summary())
 
 
+def test_an_evaluation_is_saved_to_another_folder(decoder: tuple[Evaluation, str, Path], tmp_path: Path) -> None:
+    evaluation, _, output = decoder
+    before = (output / "records.jsonl").read_bytes()
+    for saved in (evaluation, Evaluation.load(output)):
+        saved.save(tmp_path / "copy")
+        saved.save(output)
+        assert Evaluation.load(tmp_path / "copy").summary().equals(evaluation.summary())
+        assert (output / "records.jsonl").read_bytes() == before
+    (tmp_path / "copy" / "records.jsonl").unlink()
+    count = len(evaluation.info["records"])
+    with pytest.raises(ValueError, match=rf"lacks {count} of the {count} records.*Copy records\.jsonl, too"):
+        Evaluation.load(tmp_path / "copy")
+
+
 def test_the_table_has_everything_that_was_measured(decoder: tuple[Evaluation, str, Path]) -> None:
     evaluation = decoder[0]
     assert evaluation.labels == ["exact", "elu", "hedgehog", "without attention"]
