@@ -111,6 +111,8 @@ class Perplexity:
     longest_window: int  # tokens of the longest window that occurred
     by_position: list[float | None]  # mean loss over each eighth of the context (None: no token was predicted there)
     divergence: float | None = None  # `mean_t Σ_v p_t(v) log(p_t(v) / q_t(v))` in nats, p of the exact model
+    difference: float | None = None  # from the perplexity of the exact model
+    difference_stderr: float | None = None  # its standard error, from the same windows of both
 
 
 Window = tuple[Sequence[int], int]
@@ -166,34 +168,41 @@ def measure_perplexity(
     if not windows:
         raise ValueError("No document has two tokens, so there is nothing to predict. Give a longer text.")
     batches = [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []  # loss, window and position of each predicted token
+    parts: list[tuple[Tensor, ...]] = []  # loss, exact loss, window and position of each predicted token
     divergence = 0.0
     known = {} if known is None else known
     with evaluation_mode(model), evaluation_mode(exact or model):
         for index, batch in enumerate(report_batches(batches, on_batch)):
             log_probabilities, targets, (row, position) = _predictions(model, batch)
-            losses = -log_probabilities.gather(-1, targets[:, None])[:, 0]
-            parts.append((losses.double().cpu(), index * batch_size + row, position))
+            reference = log_probabilities
             if exact is not None:
                 reference = known[index] if index in known else _predictions(exact, batch)[0]
                 if sum(one.numel() for one in known.values()) + reference.numel() <= MAX_CACHED_VALUES:
                     known[index] = reference
                 divergence += kl_divergence(reference, log_probabilities)
-    losses, window, position = map(torch.cat, zip(*parts, strict=True))
-    tokens, loss = len(losses), float(losses.mean())
-    errors = window.bincount(losses) - loss * window.bincount()
+            both = (-one.gather(-1, targets[:, None])[:, 0].double().cpu() for one in (log_probabilities, reference))
+            parts.append((*both, index * batch_size + row, position))
+    losses, exact_losses, window, position = map(torch.cat, zip(*parts, strict=True))
+    tokens, loss, exact_loss = len(losses), float(losses.mean()), float(exact_losses.mean())
+    own, others = perplexity(loss), perplexity(exact_loss)
+
+    def error_of_mean(values: Tensor) -> float:
+        return float(window.bincount(values - values.mean()).norm()) / tokens if len(windows) > 1 else math.nan
+
     position_bin = (position * POSITION_BINS // context).clamp_max(POSITION_BINS - 1)
     bins = zip(position_bin.bincount(losses, POSITION_BINS), position_bin.bincount(None, POSITION_BINS), strict=True)
     return Perplexity(
-        perplexity=perplexity(loss),
+        perplexity=own,
         loss=loss,
-        stderr=float(errors.norm()) / tokens if len(windows) > 1 else math.nan,
+        stderr=error_of_mean(losses),
         tokens=tokens,
         context=context,
         stride=stride,
         longest_window=len(windows[-1][0]),
         by_position=[float(total / count) if count else None for total, count in bins],
         divergence=None if exact is None else divergence / tokens,
+        difference=None if exact is None else own - others,
+        difference_stderr=None if exact is None else error_of_mean(own * losses - others * exact_losses),
     )
 
 
@@ -229,7 +238,10 @@ def perplexity_measure(
 
     def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         result = measure_perplexity(model, documents, **windows, exact=exact, known=known, on_batch=on_batch)
-        divergence = [] if result.divergence is None else [value("divergence", result.divergence, unit=NATS)]
+        from_exact = [
+            value("divergence", result.divergence, unit=NATS),
+            value("difference", result.difference, stderr=result.difference_stderr),
+        ]
         return [
             value("perplexity", result.perplexity, stderr=result.perplexity * result.stderr),
             value("loss", result.loss, unit=NATS, stderr=result.stderr),
@@ -239,7 +251,7 @@ def perplexity_measure(
                 value("loss_at", loss, position=index * context // POSITION_BINS)
                 for index, loss in enumerate(result.by_position)
             ),
-            *divergence,
+            *(from_exact if exact is not None else ()),
         ]
 
     return measure

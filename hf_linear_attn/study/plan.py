@@ -382,7 +382,8 @@ class LayerSearch:
         (record,) = self.searched(part, layers, load).measure(self.study, [self.measurements[part]]).values()
         values = {row["metric"]: row["value"] for row in record.values if row.get("position") is None}
         errors = {row["metric"]: row.get("stderr") for row in record.values}
-        return {**values, "score": values[self.score.metric], "stderr": errors[self.score.metric]}
+        own = {"score": values[self.score.metric], "stderr": errors[self.score.metric]}
+        return {**values, **own, "difference_stderr": errors.get("difference")}
 
     def assess(self, part: str, values: Mapping[str, Any]) -> Assessment:
         """Apply the rule that `evaluate` shares."""
@@ -393,7 +394,7 @@ class LayerSearch:
             floor["score"],
             higher_is_better=self.score.higher_is_better,
             most_frequent_answer=exact.get("most_frequent_answer"),
-            stderr=math.hypot(exact["stderr"] or 0.0, floor["stderr"] or 0.0),
+            stderr=floor.get("difference_stderr") or math.hypot(exact["stderr"] or 0.0, floor["stderr"] or 0.0),
             divergence=values["divergence"],
             floor_divergence=floor["divergence"],
         )

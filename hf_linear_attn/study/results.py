@@ -172,15 +172,17 @@ class Evaluation:
             return None
         floor = self.quality(score, WITHOUT_ATTENTION)
         divergences = replace(score, metric="divergence")
+        gap = None if tuned else self.quality(replace(score, metric="difference"), WITHOUT_ATTENTION)
         constant = self.value(score.measurement, "most_frequent_answer", label=EXACT_LABEL, task=score.task)
         moved, most = (self.quality(divergences, name) for name in (label, WITHOUT_ATTENTION))
+        stderr = math.hypot(*(known.stderr or 0.0 for known in (reference, floor) if known is not None))
         assessment = assess(
             own.mean,
             reference.mean,
             None if floor is None else floor.mean,
             higher_is_better=score.higher_is_better,
             most_frequent_answer=constant,
-            stderr=math.hypot(*(known.stderr or 0.0 for known in (reference, floor) if known is not None)),
+            stderr=stderr if gap is None or gap.stderr is None else gap.stderr,
             divergence=None if moved is None or converted else moved.mean,  # training moves the outputs, too
             floor_divergence=None if most is None else most.mean,
         )

@@ -113,6 +113,22 @@ def test_standard_error_shrinks_with_the_data(model: GPT2LMHeadModel) -> None:
     assert result.longest_window == 17
 
 
+def test_the_difference_from_the_exact_model_is_paired(model: GPT2LMHeadModel) -> None:
+    """Both predict the same windows: what makes a window hard for both is no error of their difference."""
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.randint(1, VOCABULARY, (12, 17), generator=generator).tolist()
+    other = without_attention(model)
+    windows: dict[str, int] = {"context": 17, "stride": 16}
+    result = measure_perplexity(other, documents, **windows, exact=model)
+    means = [[measure_perplexity(one, [row], **windows).loss for row in documents] for one in (other, model)]
+    losses = torch.tensor(means, dtype=torch.float64)
+    own, exact = losses.mean(dim=1).exp().tolist()
+    assert result.difference == pytest.approx(own - exact, rel=1e-5)
+    expected = float((own * losses[0] - exact * losses[1]).std(correction=0)) / 12**0.5
+    assert result.difference_stderr == pytest.approx(expected, rel=1e-4)
+    assert measure_perplexity(model, documents, **windows, exact=model).difference_stderr == 0.0
+
+
 def test_one_window_or_row_has_no_standard_error(model: GPT2LMHeadModel) -> None:
     assert math.isnan(measure_perplexity(model, [[5, 9, 3]], context=8, stride=4).stderr)
     assert bootstrap_stderr("accuracy", np.zeros(1, int), np.zeros(1, int)) is None

@@ -66,6 +66,18 @@ def test_no_conclusion_where_the_exact_model_is_no_better_than_without_attention
     assert "perplexity change" not in result.summary()
 
 
+@pytest.mark.parametrize(("error", "sentence"), [(None, "perplexity: no conclusion"), (3.0, "perplexity +2.0%")])
+def test_the_floor_is_compared_with_the_exact_model_in_pairs(error: float | None, sentence: str) -> None:
+    """Each score has a large error by itself, because texts differ; the difference has a small one."""
+    result = evaluation(PERPLEXITY, {"exact": 100.0, "window": 102.0, "without attention": 130.0})
+    table = result.table
+    table.loc[table["metric"] == "perplexity", "stderr"] = 15.0
+    if error is not None:
+        row = table[(table["label"] == "without attention") & (table["metric"] == "perplexity")]
+        result.table = pandas.concat([table, row.assign(metric="difference", value=30.0, stderr=error)])
+    assert sentence in result.conclusions()[0].sentence
+
+
 def test_a_converted_model_is_concluded_on_by_its_control() -> None:
     """The exact model has a head that was never trained for the task, and the control was trained."""
     scores = {"exact": 0.51, CONTROL: 0.90, CONVERTED: 0.88, "window": 0.52, "without attention": 0.50}
