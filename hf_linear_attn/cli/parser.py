@@ -57,6 +57,8 @@ def parse_config(
         allow_abbrev=False,
     )
     file = parser.add_argument("--config", action=_ConfigFile, metavar="FILE", help="YAML file with options")
+    printing = parser._option_string_actions["--print_config"]  # whose own help is of three sentences
+    printing.metavar, printing.help = "", "print the options as YAML, and exit"
     # What the help hides, --print_config would leave out.
     full = "all" in arguments or not {"-h", "--help"} & {*arguments}
     kinds = dict(_add_options(parser, config_class, positionals, full=full))
@@ -81,11 +83,18 @@ class _ConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         try:
-            content = get_loader("yaml")(Path(values).read_text(encoding="utf-8"))
-        except (OSError, UnicodeError, YAMLError):
-            content = None  # the base class says what is wrong
-        if isinstance(content, Mapping):
-            _check_mapping(self.config_class, content, self.known)
+            content = get_loader("yaml")(text := Path(values).read_text(encoding="utf-8"))
+        except OSError:
+            content = {}  # the base class says what is wrong
+        except UnicodeError:
+            raise OptionError("config", f"{values!r} is not UTF-8 text. Give a YAML file.") from None
+        except YAMLError as error:
+            reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+            raise OptionError("config", f"Problems parsing config {values!r}: {reason}. Correct the file.") from None
+        if not isinstance(content, Mapping):
+            remedy = f"{values!r} must hold options by name, such as 'seed: 0'."
+            raise OptionError("config", f"Unexpected config: {text[:80].strip() or 'nothing'}. {remedy}")
+        _check_mapping(self.config_class, content, self.known)
         super().__call__(parser, namespace, values, option_string)
 
 

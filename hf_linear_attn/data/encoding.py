@@ -54,7 +54,7 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
     for row, value in enumerate(dataset["label"][:]):
         is_hidden = value is None or (isinstance(value, int) and value < 0)
         if is_hidden or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
+            raise ValueError(f"Row {row}: the label is {value!r}. Remove the rows without a label.")
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         texts = [batch[name] for name in columns]
@@ -97,7 +97,8 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     capacity = max(block_length - len(before), 1)
     count = len(tokens) // capacity
     if not count:
-        raise ValueError(f"{len(tokens)} tokens do not fill one block of {block_length}. Lower --data.max_length.")
+        problem = f"{len(tokens)} tokens do not fill one block of {block_length}"
+        raise ValueError(f"{problem}. Give more text, or lower --data.max_length.")
     blocks = tokens[: count * capacity].reshape(count, capacity)
     dropped = len(tokens) - blocks.size
     blocks = np.hstack([np.tile(np.array(before, dtype=np.int32), (count, 1)), blocks])

@@ -312,6 +312,8 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
     if len(data.text_columns) not in (1, 2):
         listed = ", ".join(data.text_columns) or "none"
         raise OptionError("data.text_columns", f"must be one column, or two for pairs, got {listed}.")
+    if "label" in data.text_columns:
+        raise OptionError("data.text_columns", "cannot be 'label', the column of the labels. Rename it in your file.")
     datasets = import_datasets()
     splits = load_splits(data, (*data.text_columns, data.label_column))
     if data.label_column != "label":

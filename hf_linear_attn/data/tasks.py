@@ -259,7 +259,7 @@ def load_task(name: str, *, folder: str | None = None, revision: str | None = No
 def _from_files(task: Task, folder: Path) -> DatasetDict:
     datasets = import_datasets()
     if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {str(folder)!r} for the task {task.name!r}. Set --data.folder.")
+        raise FileNotFoundError(f"There is no folder {str(folder)!r} for the task {task.name!r}. Check the path.")
     inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and _task_name(path.name) == task.name]
     layout, files = _find_files([*(inner or [folder / task.name]), folder], task.layouts)
     label = datasets.Value("float32") if task.labels is None else datasets.ClassLabel(names=list(task.labels))

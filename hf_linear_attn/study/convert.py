@@ -102,8 +102,18 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     """
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
-        Budget.parse(config.budget).unit_for(KINDS[config.resolved_task_type])  # an error before any work
+        _check_budget(config, Budget.parse(config.budget))  # before any work
     return _execute(config, console, "convert", _convert)
+
+
+def _check_budget(config: ConvertConfig, budget: Budget) -> None:
+    try:
+        budget.unit_for(KINDS[config.resolved_task_type])
+    except ValueError as error:
+        default = (
+            f"task_type is {config.resolved_task_type} by default here: give that of your model, if it is another."
+        )
+        raise ValueError(str(error) if config.task_type else f"{error} ({default})") from None
 
 
 def _execute(
@@ -215,7 +225,7 @@ def _save(run: TrainingRun, model: PreTrainedModel, facts: dict[str, Any], state
 def _load_data(run: TrainingRun) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
     max_length, reason = models.row_limit(config, tokenizer)
-    with run.progress.working(f"reading {config.data.task or config.data.dataset}"):
+    with run.progress.working(f"reading {config.data.task or config.data.dataset or 'the data'}"):
         if config.task_type == "classification" and isinstance(config, ConvertConfig) and not config.teacher.enabled:
             models.check_head(config)
         with run.process.main_process_first():

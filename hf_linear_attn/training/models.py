@@ -81,6 +81,9 @@ def load_model(config: TrainingRunConfig, data: TaskData, path: str | None = Non
         special = {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
         changes = {"vocab_size": len(tokenizer), **special, **changes}
     model_config = _model_config(config, changes)
+    if type(model_config) not in auto._model_mapping:
+        problem = f"Transformers has no model for {data.task_type} of the type {model_config.model_type!r}"
+        raise ValueError(f"{problem}. Give another task_type.")
     if config.from_config or config.model_type is not None:
         return _checked(auto.from_config(model_config), data, config), []
     name, _ = split_source(str(config.model))
@@ -111,7 +114,8 @@ def check_head(config: TrainingRunConfig) -> None:
 def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
     """Return the error for a checkpoint without a head for its task."""
     remedy = "Give a fine-tuned model, or fine-tune it first: teacher.num_train_epochs 3."
-    return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy}")
+    unlabelled = "Without labels, give task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
+    return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy} {unlabelled}")
 
 
 def _check_pooling(path: str | None) -> None:

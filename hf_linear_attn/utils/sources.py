@@ -41,7 +41,11 @@ def read_config_file(source: str, revision: str | None = None) -> dict[str, Any]
                 return {}  # the file is large, and is loaded later
             from huggingface_hub import hf_hub_download
 
-            path = Path(hf_hub_download(name, CONFIG_FILE, revision=revision))
+            try:
+                path = Path(hf_hub_download(name, CONFIG_FILE, revision=revision))
+            except OSError as error:
+                reason = str(error).strip().partition("\n")[0].rstrip(".")
+                raise FileNotFoundError(f"there is no such folder, and the Hub says: {reason}") from error
         if not path.is_file():
             raise FileNotFoundError(f"there is no {path.name} in it" if path.parent.is_dir() else "no such folder")
         config = {} if gguf else json.loads(path.read_text(encoding="utf-8"))

@@ -149,7 +149,10 @@ def test_bad_values_name_the_option(tmp_path, name, text, message):
         ("prat: {}", "prat: unknown option."),
         ("part: 5", "part: is a section: give its options by name, got 5"),
         ("- a", "Unexpected config: - a"),
+        ("", "Unexpected config: nothing. "),
+        ("a", " must hold options by name"),
         ("a: [1", "Problems parsing config"),
+        ("a: [1", ".yaml': while parsing a flow sequence at line 1, column 4"),
         ("part: {count: !!python/object/apply:os.getcwd []}", "Problems parsing config"),
     ],
 )

@@ -176,6 +176,8 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
             convert(**options, budget=budget)
     with pytest.raises(ValueError, match=r"'0.5 points' is for a classifier .*; this is a causal language model"):
         convert(**options, budget="0.5 points")
+    with pytest.raises(ValueError, match="task_type is causal-lm by default here"):
+        convert(**options, budget="0.5 points")
     with pytest.raises(ValueError, match="exact_share: is chosen by the budget"):
         convert(**options, budget="1% perplexity", exact_share=0.1)
     with pytest.raises(ValueError, match=r"options.window_size: is chosen by the budget"):

@@ -14,6 +14,16 @@ from tests.training.tiny_runs import convert_config, finetune_config, log_rows, 
 
 
 @pytest.mark.slow
+def test_a_decoder_has_no_masked_language_model(folder: Path, tmp_path: Path) -> None:
+    config = convert_config(
+        folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", task_type="masked-lm",
+        teacher__max_steps=None, data__text_columns=["text"],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"no model for masked-lm of the type 'gpt2'\. Give another task_type"):
+        convert(config, console=quiet())
+
+
+@pytest.mark.slow
 def test_a_missing_head_is_an_error_before_rows_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,6 +50,7 @@ def test_a_missing_head_is_an_error_before_rows_are_read(
         ({"data__dataset": "nowhere.csv"}, OSError, "nowhere.csv"),
         ({"data__dataset": None}, ValueError, r"data\.task"),
         ({"data__label_column": "lable"}, ValueError, "label"),
+        ({"data__text_columns": ["label"]}, ValueError, "text_columns: cannot be 'label'"),
         ({"output": None}, ValueError, "Give one with --output"),
         ({"report_to": ["tensorbord"]}, ValueError, "tensorboard"),
         (
