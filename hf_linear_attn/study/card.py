@@ -15,6 +15,7 @@ from ..measure.quality import Score, assess
 from ..measure.speed import NOT_MEASURABLE
 from ..mechanisms.softmax import EXACT
 from ..training.options import TrainingRunConfig
+from ..utils.formatting import fixed
 from ..utils.options import flatten, to_dict
 from ..utils.timing import is_measurable
 from ..version import __version__
@@ -100,7 +101,7 @@ def with_error(metric: str, values: Mapping[str, float], rows: int) -> str:
     smallest = value / 5 if stderr is None else 2 * stderr
     shown = math.ceil(-math.log10(abs(smallest))) if smallest and math.isfinite(smallest) else least
     digits = min(max(shown, least), MAX_DIGITS)
-    return f"{value:.{digits}f}" + ("" if stderr is None else f" ± {stderr:.{digits}f}")
+    return fixed(value, digits) + ("" if stderr is None else f" ± {stderr:.{digits}f}")
 
 
 def validation_rows(facts: Mapping[str, Any], metric: str) -> int:
@@ -134,7 +135,7 @@ def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
         sentence = f"This is {100 * one.share:.1f} % of the {name}'s {metric}."
     else:
         sentence = f"The {metric} is {100 * (1 / one.share - 1):.1f} % above the {name}'s."
-    if state.get("distilled") and name == "teacher":
+    if state.get("distilled") and name == "teacher" and metric != "cosine":  # that of itself is 1, trained or not
         sentence += " The teacher was not trained in the last stage; `--control` trains it as long."
     return sentence
 
@@ -289,12 +290,13 @@ def layers_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
 def _worth(part: dict[str, Any]) -> str:
     """Return what a linear part is worth, such as `+0.0123 ± 0.0010` or `-0.5000, closed`."""
     error = "" if part.get("stderr") is None else f" ± {part['stderr']:.4f}"
-    return f"{part['worth']:+.4f}{error}{'' if part['kept'] else ', closed'}"
+    return f"{part['worth']:+z.4f}{error}{'' if part['kept'] else ', closed'}"
 
 
 def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
     """The card as Markdown with its YAML header."""
-    source, data = public(config.model or ""), public(config.data.task or config.data.dataset or "")
+    source = public(config.model or config.model_type or "")
+    data = public(config.data.task or config.data.dataset or "")
     kinds = sorted({layer["attention"] for layer in facts["layers"]})
     versions = ", ".join(f"{name} {version}" for name, version in facts["environment"]["versions"].items())
     numbers = ", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in facts["data"].items())
@@ -325,10 +327,11 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
         "Layers": layers_table(facts, state),
         "Data and versions": [f"{numbers}. {versions}. {facts['processes']} process(es)."],
     }
+    origin = "random weights of " if config.from_config or config.model_type is not None else ""
     parts = [
         f"---\n{_header(config, facts, state, kinds).to_yaml()}\n---",
         f"# {source.rpartition('/')[2]} with {', '.join(kinds) or 'exact'} attention",
-        f"Made with hf-linear-attn {__version__} from `{source}` on `{data}`.",
+        f"Made with hf-linear-attn {__version__} from {origin}`{source}` on `{data}`.",
         *("\n".join([f"## {title}", "", *lines]) for title, lines in sections.items() if lines),
     ]
     return "\n\n".join(parts) + "\n"
@@ -350,7 +353,7 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
         for name, value in final.items()
         if isinstance(value, (int, float)) and math.isfinite(value) and not name.endswith("_stderr")
     ]
-    name = public(config.model or "") or "model"
+    name = public(config.model or config.model_type or "") or "model"
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=pipeline,

@@ -419,7 +419,8 @@ def row_facts(lengths: Any) -> dict[str, int]:
 def inputs_text(facts: Mapping[str, int]) -> str:
     """Return what `row_facts` says as text."""
     lengths = f"median {facts['median']:,}, longest {facts['longest']:,}"
-    return f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens ({lengths})"
+    noun = "input" if facts["sequences"] == 1 else "inputs"
+    return f"{facts['sequences']:,} {noun} of {facts['tokens']:,} tokens ({lengths})"
 
 
 @dataclass(frozen=True)

@@ -329,6 +329,8 @@ def _curves(evaluation: Evaluation, panels: Sequence[Any]) -> Any:
         rows = rows[rows[column] > 0].sort_values("length")
         for label, part in rows.groupby("label", sort=False):
             style = _style(evaluation, label)
+            if len(part) == 1:
+                style = {**style, "marker": style["marker"] or "x"}  # no line would show it
             axes.plot(part["length"], part[column], label=_name(evaluation, label), markersize=5, **style)
             if metric == "seconds":
                 low, high = ("speedup_p20", "speedup_p80") if column == "speedup" else ("p20", "p80")

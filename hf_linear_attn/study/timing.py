@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..integration.discovery import longest_input
 from ..measure.speed import (
     DECODING,
     FORWARD,
@@ -42,15 +43,17 @@ def measure_speed(study: Study, one: EvaluatedModel) -> list[str]:
     resolved, exact = one.resolved, one.exact.cast(one.resolved.dtype)
     timed = TimedVariants(study, one, exact, timed_variants(exact, resolved, one.groups))
     lengths, note = possible_lengths(exact.model, resolved.lengths)
-    notes = [note] if note else []
+    notes: list[str] = []
+    longest = 0
     generation = [PREFILL, DECODING] if exact.kind == "decoder" else []
     for measurement in (FORWARD, *([TRAINING] if resolved.backward else []), *generation):
         single, left_out = timed.sweep(measurement, lengths)
-        notes += left_out
+        notes, longest = [*notes, *left_out], max(longest, *single, 0)
         if resolved.throughput_batch_size > 1 and measurement != PREFILL:
             some = lengths_to_show(list(single), resolved.length)
             notes += timed.sweep(measurement, some, resolved.throughput_batch_size, single)[1]
-    return notes
+    is_needed = note and (not note.startswith("†") or longest > (longest_input(exact.model) or 0))
+    return [note, *notes] if is_needed else notes
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,12 @@ def test_the_student_beside_its_teacher(metric, higher, teacher, student, expect
     assert comparison(facts(metric, higher), state) == (expected and f"{expected} {control}")
 
 
+def test_no_control_of_embeddings_is_advised():
+    """An exact model that learns its own embeddings stays what it is."""
+    state = {"teacher": {"cosine": 1.0}, "distilled": {"cosine": 0.9}}
+    assert comparison(facts("cosine", True), state) == "This is 90.0 % of the teacher's cosine."
+
+
 @pytest.mark.parametrize(("teacher", "valid"), [(0.55, False), (0.72, False), (0.76, True)])
 def test_a_teacher_at_the_level_of_the_most_frequent_answer(teacher, valid):
     """Of 67 rows, three standard errors of a difference are 0.23 at 0.72 and 0.22 at 0.76."""
@@ -245,6 +251,14 @@ def test_card_of_a_conversion():
     assert not card.endswith("\n\n\n")
 
 
+def test_card_of_a_model_from_scratch():
+    config = FinetuneConfig(model_type="gpt2", train_tokenizer=300, data=DataConfig(dataset="text.txt"))
+    card = model_card(config, facts(), {"trained": {"accuracy": 0.9}})
+    assert header(card)["model-index"][0]["name"] == "gpt2"
+    assert "# gpt2 with exact attention" in card
+    assert " from random weights of `gpt2` on `text.txt`." in card
+
+
 def test_card_of_a_fine_tuned_exact_model():
     tuned = FinetuneConfig(model="owner/name", data=DataConfig(task="sst2"))
     card = model_card(tuned, facts(), {"trained": {"accuracy": 0.9}})
@@ -329,6 +343,7 @@ def test_the_control_is_what_the_student_is_compared_with():
         ("mse", {"mse": 0.0034}, 50, "0.0034"),  # 0.00 would be perfect
         ("mse", {"mse": 0.0}, 50, "0.00"),
         ("mse", {"mse": 1e-12}, 50, "0.000000"),
+        ("loss", {"loss": -1e-9, "cosine": 1.0}, 50, "0.000000"),
         ("mse", {"mse": float("nan")}, 50, "nan"),
         ("cosine", {"cosine": 0.995, "loss": 0.005}, 50, "0.9950"),
         ("loss", {"cosine": 0.995, "loss": 0.005}, 50, "0.0050"),

@@ -300,6 +300,16 @@ def test_an_interrupted_run_continues(
 
 
 @pytest.mark.slow
+def test_what_was_not_timed_has_no_note(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions beyond the model's are explained only where a length has them."""
+    options = {"dataset": str(folder / "text.txt"), "attention": ("elu",), "lengths": (16, 2048), "batch_size": 1}
+    monkeypatch.setattr("hf_linear_attn.study.timing.LONGEST_WAIT", 0.0)
+    evaluation, _ = run(folder / "gpt2", output=str(tmp_path / "out"), **options)
+    assert [note for note in evaluation.info["notes"] if "was not timed at 2,048 tokens" in note]
+    assert evaluation.positions_note() == ""
+
+
+@pytest.mark.slow
 def test_throughput_takes_no_more_memory_than_there_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
