@@ -156,7 +156,10 @@ def _type_settings(kind: Any) -> dict[str, Any]:
 def _text_entry(value: Any) -> Any:
     """Read an entry of a list of text, or, as in YAML, a whole list; what has been read already stays."""
     is_list = isinstance(value, str) and (value.startswith("[") or value == "null")
-    return get_loader("yaml")(value) if is_list else value
+    try:
+        return get_loader("yaml")(value) if is_list else value
+    except YAMLError:
+        raise argparse.ArgumentTypeError(f"{value!r} is no list in YAML, such as '[a, b]'.") from None
 
 
 def _help(text: str, default: Any) -> str:

@@ -314,6 +314,8 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
         raise OptionError("data.text_columns", f"must be one column, or two for pairs, got {listed}.")
     if "label" in data.text_columns:
         raise OptionError("data.text_columns", "cannot be 'label', the column of the labels. Rename it in your file.")
+    if data.label_column in data.text_columns:
+        raise OptionError("data.label_column", f"{data.label_column!r} is a column of text. Name that of the labels.")
     datasets = import_datasets()
     splits = load_splits(data, (*data.text_columns, data.label_column))
     if data.label_column != "label":

@@ -170,6 +170,7 @@ def test_bad_files(tmp_path, text, message):
         (["--part.options.deep.a", "1"], "part.options.deep.a: a mapping in a mapping is given whole: --part"),
         (["--other.lr", "1"], "other.lr: unknown option. Did you mean '--other.learning_rate'?"),
         (["--part.count"], "argument --part.count: expected one argument"),
+        (["--part.columns", "[a"], "argument --part.columns: '[a' is no list in YAML"),
         (["a", "b"], "unrecognized arguments: b"),
         (["--config", "none.yaml"], "File does not exist: "),
     ],

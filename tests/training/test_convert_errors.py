@@ -51,6 +51,7 @@ def test_a_missing_head_is_an_error_before_rows_are_read(
         ({"data__dataset": None}, ValueError, r"data\.task"),
         ({"data__label_column": "lable"}, ValueError, "label"),
         ({"data__text_columns": ["label"]}, ValueError, "text_columns: cannot be 'label'"),
+        ({"data__label_column": "sentence"}, ValueError, "label_column: 'sentence' is a column of text"),
         ({"output": None}, ValueError, "Give one with --output"),
         ({"report_to": ["tensorbord"]}, ValueError, "tensorboard"),
         (
