@@ -57,8 +57,6 @@ def parse_config(
         allow_abbrev=False,
     )
     file = parser.add_argument("--config", action=_ConfigFile, metavar="FILE", help="YAML file with options")
-    printing = parser._option_string_actions["--print_config"]  # whose own help is of three sentences
-    printing.metavar, printing.help = "", "print the options as YAML, and exit"
     # What the help hides, --print_config would leave out.
     full = "all" in arguments or not {"-h", "--help"} & {*arguments}
     kinds = dict(_add_options(parser, config_class, positionals, full=full))
