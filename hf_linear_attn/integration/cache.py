@@ -183,8 +183,10 @@ class LinearStateLayer(CacheLayerMixin):
         if self.state is None:
             return None
         inplace = self.state if isinstance(self.state, InPlaceState) and not self.record_past else None
-        if inplace is not None and inplace.prepared is not None and inplace.prepared.takes(query):
-            return inplace
+        if inplace is not None and inplace.prepared is not None:
+            if inplace.prepared.takes(query):
+                return inplace
+            inplace.prepared = None
         rows = next(tensor.shape[0] for tensor in self.state.values())
         if rows != query.shape[0]:
             raise ValueError(
@@ -194,12 +196,16 @@ class LinearStateLayer(CacheLayerMixin):
             )
         device, dtype = query.device, compute_dtype(query)
         other = torch.float32 if dtype == torch.float64 else torch.float64
-        matches = not any(tensor.device != device or tensor.dtype is other for tensor in self.state.values())
-        if not isinstance(self.state, InPlaceState) or not matches:
-            self.state = {
-                name: tensor.to(device, dtype if tensor.dtype is other else tensor.dtype)
-                for name, tensor in self.state.items()
-            }
+        in_inference = torch.is_inference_mode_enabled()
+
+        def converted(tensor: Tensor) -> Tensor:
+            # Outside of inference mode its tensors can be neither written to nor saved for gradients.
+            copy = tensor.is_inference() and not in_inference
+            return tensor.to(device, dtype if tensor.dtype is other else tensor.dtype, copy=copy)
+
+        state = {name: converted(tensor) for name, tensor in self.state.items()}
+        if not isinstance(self.state, InPlaceState) or not all(map(is_, state.values(), self.state.values())):
+            self.state = state
             if not self._in_graph and not any(tensor.requires_grad for tensor in self.state.values()):
                 self.state = InPlaceState(self.state)
         return dict(self.state) if self.record_past else self.state

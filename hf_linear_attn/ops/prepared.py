@@ -311,12 +311,15 @@ class PreparedStep:
     def __init__(self, mechanism: nn.Module, weights: _Weights, inputs: AttentionInputs, kernels: list[Any]) -> None:
         self.mechanism, self.weights, self.kernels = mechanism, weights, kernels
         self.backends, self.scaling, self.dtype = backends.selection(), inputs.scaling, inputs.query.dtype
-        self.shapes = tuple(tensor.shape for tensor in inputs.tensors)
+        self.shapes, self.in_inference = [tensor.shape for tensor in inputs.tensors], torch.is_inference_mode_enabled()
         batch, heads, _, _ = inputs.query.shape
         self.sizes = batch, heads, 1, inputs.value.shape[3]
 
     def takes(self, query: Tensor) -> bool:
-        """Return whether the state is one for such queries: of as many rows, in their precision, on their device."""
+        """Return whether the state is one for such queries: of as many rows, in their precision, on their device, and
+        made in the inference mode of this call, outside of which its tensors cannot be written to."""
+        if self.in_inference is not torch.is_inference_mode_enabled():
+            return False
         return query.shape == self.shapes[0] and query.dtype is self.dtype and query.is_cpu
 
     def matches(self, mechanism: nn.Module, inputs: AttentionInputs) -> bool:

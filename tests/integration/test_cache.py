@@ -330,6 +330,20 @@ def test_a_model_in_another_precision_continues_from_the_state(name, before, aft
         assert_close(actual, logits(model, ids[:, : position + 1])[:, -1:], torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["t2r", "favor", "gated-delta"])
+def test_a_state_of_inference_mode_goes_on_outside_of_it(name):
+    """Kernels write over the state, and over copies of parameters, where that is no error."""
+    model, ids = patched(name, LLAMA), token_ids(1, 12)
+    expected, cache = logits(model, ids), DynamicCache(config=model.config)
+    outputs = []
+    for start, stop, mode in ((0, 4, "no"), (4, 6, "inference"), (6, 8, "no"), (8, 9, "inference"), (9, 11, "yes")):
+        for position in (slice(start, stop),) if start == 0 else (slice(i, i + 1) for i in range(start, stop)):
+            with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "yes"):
+                outputs.append(model(ids[:, position], past_key_values=cache).logits)
+    outputs[-1].sum().backward()
+    assert_close(torch.cat([part.detach() for part in outputs], dim=1), expected[:, :11])
+
+
 def test_weights_are_refused_before_the_state_moves_on():
     model = patched("hedgehog", LLAMA)
     ids = token_ids(1, 12)
