@@ -93,6 +93,26 @@ def test_onnx_refuses_a_state_in_int8(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_a_decoder_with_exact_heads_goes_on_with_any_number_of_rows():
+    model = patched("hedgehog", LLAMA, exact_heads=[1])
+    exported, _ = export_model(model, "torch")
+    for lengths in ((9,), (7, 9, 3)):
+        batch = padded_batch([token_ids(1, n, seed=n)[0] for n in lengths], "left")
+        with torch.no_grad():
+            expected = model(**batch, use_cache=False).logits
+        cache = DynamicCache(config=model.config)
+        for index in range(len(cache.layers)):
+            state_layer(cache, index)
+        for start, stop in ((0, 6), (6, 7), (7, 8), (8, 9)):
+            inputs = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids")}
+            runner = exported.runners["prefill" if start == 0 else "decode"]
+            output = runner(**inputs, attention_mask=batch["attention_mask"][:, :stop], past_key_values=cache)
+            cache = output.past_key_values
+            real = batch["attention_mask"][:, stop - 1].bool()
+            assert_close(output.logits[real, -1], expected[real, stop - 1])
+
+
 @pytest.mark.parametrize("package", ["onnxscript", "transformers.exporters"])
 def test_a_missing_package_is_named(checkpoint, package, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)

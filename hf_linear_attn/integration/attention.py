@@ -160,7 +160,7 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
             check_length(mask, start, length)
             if layer is not None:
                 layer.check_mask(mask)
-            mask = mask[:, start:]
+            mask = mask.narrow(1, start, length)
         state = None if layer is None else layer.state_for(call.query)
         if weights_requested and state is not None:
             raise NotImplementedError(

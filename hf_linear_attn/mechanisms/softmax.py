@@ -90,7 +90,7 @@ def attend_exactly(inputs: AttentionInputs, cache_dtype: CacheDtype) -> tuple[Te
             before = torch.ones_like(state["exact_key"][:, 0, :, 0], dtype=torch.bool) if before is None else before
             mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
             # Either may be one for all rows.
-            mask = torch.cat([part.expand(len(key), -1) for part in (before, mask)], dim=1)
+            mask = torch.cat([part.expand(key.shape[0], -1) for part in (before, mask)], dim=1)
         # The model may have changed its precision since.
         key, stored_key = append(state["exact_key"], key, dtype)
         value, stored_value = append(state["exact_value"], value, dtype)
