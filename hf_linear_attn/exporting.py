@@ -73,8 +73,8 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
     Raises:
         ImportError: Packages of the extra `export` are missing.
         ValueError: The checkpoint is not patched, or the folder must not be replaced.
-        NotImplementedError: An encoder-decoder, a mechanism that cannot be exported with a free length, or a state in
-            int8 to ONNX.
+        NotImplementedError: An encoder-decoder, a mechanism that cannot be exported with a free length, a decoder in
+            half precision, bfloat16 to ONNX, or a state in int8 to ONNX.
         RuntimeError: The exported graph computes something else than the model.
     """
     from .checkpoints import copy_companions, load_pretrained
@@ -115,13 +115,23 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
             "cache_dtype='int8' cannot be exported to ONNX, which does not read bytes of a state as float32. Patch the "
             "model with cache_dtype='auto', or export with format='torch'."
         )
+    reason = None
+    if model.can_generate() and model.dtype in (torch.float16, torch.bfloat16):
+        reason = "its states are float32, and Transformers' exporters trace them in the precision of the model"
+    elif format == "onnx" and model.dtype == torch.bfloat16:
+        reason = "ONNX Runtime has no bfloat16 on the CPU, where the graph is compared with the model"
+    if reason is not None:
+        name = str(model.dtype).removeprefix("torch.")
+        raise NotImplementedError(f"This model cannot be exported in {name}: {reason}. Export with dtype='float32'.")
     limit = length_limit(model)
     inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
     if model.can_generate():
         try:
             return simplified(exporter.export_for_generation(model, inputs, settings(dynamic=True))), None
         except RuntimeError as error:  # which names the graph only
-            raise (error.__cause__ if isinstance(error.__cause__, NotImplementedError) else error) from None
+            if isinstance(error.__cause__, NotImplementedError):
+                raise error.__cause__ from None
+            raise
     sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
     exported = simplified(exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes))))
     worst = 0.0

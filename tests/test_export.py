@@ -93,6 +93,16 @@ def test_onnx_refuses_a_state_in_int8(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "format"),
+    [("llama", "float16", "torch"), ("gpt2", "bfloat16", "onnx"), ("bert", "bfloat16", "onnx")],
+)
+def test_precisions_that_a_graph_cannot_have_are_refused_before_it_is_traced(architecture, dtype, format):
+    model = hla.patch_model(tiny_model(architecture), "elu").to(getattr(torch, dtype))
+    with pytest.raises(NotImplementedError, match=rf"cannot be exported in {dtype}: .* dtype='float32'"):
+        export_model(model, format)
+
+
 @pytest.mark.slow
 def test_a_decoder_with_exact_heads_goes_on_with_any_number_of_rows():
     model = patched("hedgehog", LLAMA, exact_heads=[1])
