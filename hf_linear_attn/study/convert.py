@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from ..measure.speed import measure_passes, possible_lengths
 from ..measure.values import Values
 from ..patching import is_patched, patch_model, patch_report
 from ..training import models
-from ..training.calibration import CALIBRATION_LENGTH, CALIBRATION_TOKENS, calibrate, leading_batches
+from ..training.calibration import CALIBRATION_LENGTH, CALIBRATION_TOKENS, Calibration, calibrate, leading_batches
 from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
 from ..training.options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from ..training.resumable import local_seed
@@ -43,6 +43,7 @@ from .budgets import Budget, choose_heads_and_window, quarter_window, scored
 from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
 from .prepare import weights_fingerprint
 from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics
+from .variants import with_learned_parts
 
 Metrics = dict[str, Any]
 
@@ -292,15 +293,16 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
         return None
 
     def choose() -> dict[str, Any]:
-        batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
-        options = {"share": config.exact_share or SEARCH_SHARE, "seed": config.seed, **config.options}
+        options, chosen, reason = {"seed": config.seed, **config.options}, config.options, ""
         if budget is not None and budget.cost != "cache":
             options["window_size"] = quarter_window(data.longest)
+        batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
+        share = config.exact_share or SEARCH_SHARE
         with run.progress.working("choosing the heads that stay exact"):
-            search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
-        chosen, reason = config.options, ""
+            search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, share=share, **options)
         if budget is not None:
-            measure = partial(_measure_choice, run, teacher, search)
+            fitted = cache(partial(_fitted_to_rows, run, teacher))
+            measure = partial(_measure_choice, run, teacher, fitted, search)
             choice = choose_heads_and_window(budget, teacher, data.longest, measure, chosen)
             search, chosen = search.with_share(choice.share), {**chosen, "window_size": choice.window}
             if choice.cache_dtype != "auto":
@@ -316,23 +318,38 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
     return LinearAttentionConfig.parse(plan).with_default("seed", config.seed)
 
 
+def _fitted_to_rows(run: TrainingRun, teacher: PreTrainedModel, window: int) -> PreTrainedModel:
+    """Return the teacher with windows in all heads, calibrated as the student is going to be."""
+    student, config = shared_copy(teacher), run.config
+    plan = LinearAttentionConfig.parse(config.attention, None, {**config.options, "window_size": window})
+    models.patch_as_configured(student, config, plan)
+    _fit(run, student)
+    return student
+
+
 def _measure_choice(
-    run: TrainingRun, teacher: PreTrainedModel, heads: ExactHeads, share: float, window: int
+    run: TrainingRun,
+    teacher: PreTrainedModel,
+    fitted: Callable[[int], PreTrainedModel],
+    heads: ExactHeads,
+    share: float,
+    window: int,
 ) -> float | None:
-    """Return the speedup of a share of exact heads with windows for the others, or what it loses untrained."""
+    """Return the speedup of a share of exact heads with windows for the others, or what it loses untrained.
+
+    `fitted` returns the calibrated model with windows in all heads. A calibration fits each head by itself.
+    """
     config, data, budget = run.config, run.data, cast(Budget, run.budget)
     plan = heads.with_share(share).plan({"attention": config.attention, **config.options, "window_size": window})
-    student, name = patch_model(shared_copy(teacher), plan), f"{share:.0%} exact heads"
     if budget.unit is None:
-        (timed, *_) = _timings(run, teacher, student, budget.length)["student"]
+        (timed, *_) = _timings(run, teacher, patch_model(shared_copy(teacher), plan), budget.length)["student"]
         # What varies more from round to round than it differs from 1 is no speedup.
         known = is_measurable(float(timed["speedup_p20"]), float(timed["speedup_p80"]))
         return float(timed["speedup"]) if known else min(float(timed["speedup"]), 1.0)
-    rows = leading_batches((data.collator([row]) for row in data.train), CALIBRATION_TOKENS)
-    calibrate(student, rows, max_length=_calibrated_length(run))
+    student, name = with_learned_parts(teacher, plan, fitted(window)), f"{share:.0%} exact heads"
     if budget.unit.name != "recall":
         metrics = (run.state["teacher"], run.measure(name, student))
-        return budget.unit.damage(*(scored(values, _goal(run.data)["metric"]) for values in metrics))
+        return budget.unit.damage(*(scored(values, _goal(data)["metric"]) for values in metrics))
     return budget.unit.damage(*(_recall(run, *one, budget.length) for one in (("teacher", teacher), (name, student))))
 
 
@@ -425,19 +442,23 @@ def _calibrated_length(run: TrainingRun) -> int | None:
     return length if length > CALIBRATION_LENGTH else None
 
 
+def _fit(run: TrainingRun, student: PreTrainedModel) -> Calibration | None:
+    """Fit the start of the mechanism to the first training rows beyond what is exact; None if there are none."""
+    rows = leading_batches((run.data.collator([row]) for row in _long_rows(run, student)), CALIBRATION_TOKENS)
+    if not rows:
+        return None
+    return calibrate(student.to(run.process.device), rows, max_length=_calibrated_length(run))
+
+
 def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
-    """Fit the start of the mechanism to the first training rows."""
-    rows = _long_rows(run, student)
-    if not len(rows):
+    """Calibrate the student, unless no row says anything of its mechanism."""
+    if not len(_long_rows(run, student)):
         return student
 
     def fit() -> tuple[PreTrainedModel, dict[str, Any]]:
-        student.to(run.process.device)
-        batches = (run.data.collator([row]) for row in rows)
         with run.progress.working("calibrating"):
-            chosen = leading_batches(batches, CALIBRATION_TOKENS)
-            result = calibrate(student, chosen, max_length=_calibrated_length(run))
-        return student, {"step": 0, "within_factor_2": result.within() if len(result.table) else None}
+            result = _fit(run, student)
+        return student, {"step": 0, "within_factor_2": result.within() if result and len(result.table) else None}
 
     return cast(PreTrainedModel, run.learned("calibration", student, fit, is_learned))
 

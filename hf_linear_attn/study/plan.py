@@ -16,12 +16,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from ..checkpoints import save_checkpoint
-from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
 from ..measure.quality import Assessment, assess
 from ..measure.speed import FORWARD, fill_cache, measure_passes, possible_lengths, timing_options
 from ..measure.values import Values, value
-from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
@@ -53,7 +51,7 @@ from .prepare import (
     seed_options,
 )
 from .study import RECORDS_FILE, Study, check_study, open_study
-from .variants import TRANSFER_OPTIONS, Loader, Variant, references, transferred
+from .variants import TRANSFER_OPTIONS, Loader, Variant, references, transferred, with_learned_parts
 
 PLAN_VERSION = 6
 
@@ -437,15 +435,7 @@ class LayerSearch:
 
     def convert(self, patched: PreTrainedModel, one: Candidate) -> PreTrainedModel:
         """Return the model of a candidate, with the options and the learned parts of a patched one."""
-        model = patch_model(shared_copy(self.planned.exact.model), one.plan(mechanisms_of(patched)))
-        for own, other in zip(self_attention(model), self_attention(patched), strict=True):
-            mechanism: Any = getattr(own.module, SUBMODULE, None)
-            learned: Any = getattr(other.module, SUBMODULE, None)
-            if isinstance(mechanism, HeadMixture):
-                mechanism.load_heads(learned)
-            elif mechanism is not None:
-                mechanism.load_state_dict(learned.state_dict())
-        return model.eval()
+        return with_learned_parts(self.planned.exact.model, one.plan(mechanisms_of(patched)), patched)
 
     def best_of(self, rows: Sequence[Candidate], informative: bool) -> tuple[Candidate, bool]:
         """Choose a candidate; where none is within the budget, the nearest one, with False."""

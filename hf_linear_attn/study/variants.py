@@ -11,9 +11,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..integration.ablation import without_attention
-from ..integration.context import is_learned, saved_tensors
+from ..integration.context import SUBMODULE, is_learned, saved_tensors
+from ..integration.discovery import self_attention
 from ..measure.speed import timing_options
 from ..measure.values import Measure, Values, value
+from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model
 from ..registry import ATTENTIONS
@@ -164,6 +166,19 @@ def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, condit
 
     model.load_state_dict(study.learned(conditions, train, label=name), strict=False)
     return model
+
+
+def with_learned_parts(exact: PreTrainedModel, plan: Mapping[str, Any], patched: PreTrainedModel) -> PreTrainedModel:
+    """Return the exact model patched by a plan, with the learned parts of the same mechanisms in all heads."""
+    model = patch_model(shared_copy(exact), plan)
+    for own, other in zip(self_attention(model), self_attention(patched), strict=True):
+        mechanism: Any = getattr(own.module, SUBMODULE, None)
+        learned: Any = getattr(other.module, SUBMODULE, None)
+        if isinstance(mechanism, HeadMixture):
+            mechanism.load_heads(learned)
+        elif mechanism is not None:
+            mechanism.load_state_dict(learned.state_dict())
+    return model.eval()
 
 
 def timed_variants(exact: ExactModel, resolved: ResolvedOptions, groups: Sequence[CheckpointGroup]) -> list[Variant]:

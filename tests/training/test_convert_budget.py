@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
@@ -14,11 +14,14 @@ import hf_linear_attn as hla
 from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.data.recall_prompts import PromptMaker
 from hf_linear_attn.integration.context import attention_modules
+from hf_linear_attn.study.budgets import Budget
 from hf_linear_attn.study.convert import convert
+from hf_linear_attn.training.calibration import calibrate
 from hf_linear_attn.training.options import ConvertConfig, DistillConfig
 from tests.slow_cases import long
 from tests.tiny_models import VOCABULARY, save_checkpoint
-from tests.training.tiny_runs import quiet
+from tests.tiny_text import sample_text
+from tests.training.tiny_runs import quiet, save_encoder
 
 
 @pytest.mark.slow
@@ -84,6 +87,35 @@ def test_a_budget_of_quality_serves_encoders(
     text = f"{lost:.4f} from cosine 1" if "cosine" in budget else f"{0.0 - round(100 * lost, 6):+.2f} points"
     assert f"As saved: {text}, which is within the budget." in card
     assert ("recall: the document of a sentence" in card) == ("cosine" in budget)
+
+
+def test_a_choice_is_measured_as_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is calibrated once, on the rows that the student is calibrated on, though short ones come first."""
+    monkeypatch.setattr("hf_linear_attn.study.convert.CALIBRATION_TOKENS", 100)
+    monkeypatch.setattr("hf_linear_attn.training.head_search.CALIBRATION_TOKENS", 100)
+    short, long = (sample_text(12).split()[start:stop] for start, stop in ((0, 4), (4, 64)))
+    for name, rows in (("train", [short] * 20 + [long] * 6), ("validation", [long] * 3)):
+        lines = [f"{' '.join(row[index:] + row[:index])},{index / 2}" for index, row in enumerate(rows)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["sentence,label", *lines]))
+    save_encoder(tmp_path / "model", head=True, num_labels=1)
+    monkeypatch.setattr(Budget, "is_met", lambda self, value: False)
+    calibrated = Mock(wraps=calibrate)
+    monkeypatch.setattr("hf_linear_attn.study.convert.calibrate", calibrated)
+    stages = convert(
+        model=str(tmp_path / "model"),
+        output=str(tmp_path / "out"),
+        task_type="classification",
+        budget="0.001 points",
+        data={"dataset": str(tmp_path), "text_columns": ["sentence"], "max_length": 64, "metrics": ["pearson", "mse"]},
+        transfer={"max_steps": 0},
+        distill={"num_train_epochs": 0},
+        speed={"lengths": []},
+        console=quiet(),
+    )["stages"]
+    choices = [values["mse"] for name, values in stages.items() if name.endswith("% exact heads")]
+    assert len(set(choices)) > 1
+    assert pytest.approx(stages["patched"]["mse"], rel=1e-6) in choices
+    assert calibrated.call_count == 2  # for all choices, and for the student
 
 
 #: Architecture and config: heads of 32 to 256, one key-value head, normalised queries and keys, windows of their own.
