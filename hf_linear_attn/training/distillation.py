@@ -75,9 +75,9 @@ class DistillationConfig(FinetuningConfig):
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Context manager of a forward pass that trains without dropout. The model is left in evaluation mode.
 
-    Mechanisms stay in training mode: they have no dropout, and only there do they draw new features. So do the layers
-    whose activations are recomputed, which are not in evaluation mode, but not while they run: some drop activations
-    themselves.
+    Mechanisms and embeddings stay in training mode: they have no dropout, and only there do mechanisms draw new
+    features, and embeddings get the noise of `neftune_noise_alpha`. So do the layers whose activations are recomputed,
+    which are not in evaluation mode, but not while they run: some drop activations themselves.
     """
     model.eval()
     layers: list[Any] = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
@@ -86,7 +86,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         layer.training = True
         layer._gradient_checkpointing_func = partial(_checkpointed, layer, function)
     for module in model.modules():
-        if isinstance(module, LinearAttention):
+        if isinstance(module, LinearAttention | nn.Embedding):
             module.train()
     try:
         yield

@@ -349,6 +349,15 @@ def test_dropout_of_the_student_is_off(tmp_path: Path) -> None:
     assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
+def test_noise_in_embeddings_is_no_dropout(tmp_path: Path) -> None:
+    losses = []
+    for alpha in (None, 50.0):
+        trainer = make_trainer("distill", tmp_path, disable_dropout=True, max_steps=1, neftune_noise_alpha=alpha)
+        trainer.train()
+        losses.append(logged(trainer, "loss")[0])
+    assert losses[0] != losses[1]
+
+
 def test_dropout_inside_of_layers_is_off_where_activations_are_recomputed(tmp_path: Path) -> None:
     """OPT drops activations in its layers by themselves, not in modules of their own."""
     losses = []
