@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from ..data.task_data import IGNORED
 from ..integration.context import attention_modules
 from ..integration.exact import AttentionCall, observe_attention
 from ..integration.models import check_patched
@@ -139,7 +140,8 @@ def transfer_attention(
             weighted by their real tokens.
         eval_steps: Steps between two evaluations.
         patience: End after so many evaluations in a row without a better one; None: never.
-        gradient_accumulation_steps: Batches of one step.
+        gradient_accumulation_steps: Batches of one step. Each weighs the same, whatever its tokens; so do those of the
+            processes of a distributed run.
         max_grad_norm: Largest norm of the gradient of all layers together, divided by their number; 0: no limit.
         checkpoint: A file that holds the state of the run, written by the first process. If it exists, the run goes on
             from there, and ends on a CPU with the same bits as an undisturbed one, given the same batches and number of
@@ -493,12 +495,15 @@ def exact_length(model: nn.Module) -> int:
 
 
 def longest_row(batch: Batch) -> int:
-    """Return the tokens of the longest input of a batch; many of images, whose tokens only the model knows."""
-    mask = batch.get("attention_mask")
+    """Return the tokens of the longest input of a batch, of an encoder or a decoder; many of images, whose tokens only
+    the model knows."""
+    decoded, mask = batch.get("decoder_input_ids", batch.get("labels")), batch.get("attention_mask")
+    is_sequence = isinstance(decoded, Tensor) and decoded.dim() == 2 and not decoded.is_floating_point()
+    least = int((decoded != IGNORED).sum(1).max()) if is_sequence else 0  # labels of a decoder alone are no more
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        return int(mask.sum(1).max())
+        return max(int(mask.sum(1).max()), least)
     rows = batch.get("input_ids", batch.get("inputs_embeds"))
-    return sys.maxsize if rows is None else int(rows.shape[1])
+    return sys.maxsize if rows is None else max(int(rows.shape[1]), least)
 
 
 class _Stream(Iterator[Batch]):

@@ -31,9 +31,14 @@ def accepted(model: Any, **arguments: Any) -> dict[str, Any]:
 
 
 def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
-    """Return what a model's forward pass takes of a batch, on its device, without labels and without a cache."""
-    inputs = BatchEncoding({name: value for name, value in batch.items() if name != "labels"})
-    moved = inputs.to(model.device)
+    """Return what a model's forward pass takes of a batch, on its device, without labels and without a cache.
+
+    Where the inputs of a decoder are made of the labels (in an encoder-decoder), they are made here.
+    """
+    moved = BatchEncoding(dict(batch)).to(model.device)
+    labels, make = moved.pop("labels", None), getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if labels is not None and make is not None and "decoder_input_ids" not in moved:
+        moved["decoder_input_ids"] = make(labels=labels)
     boundaries = {name: moved[name] for name in BOUNDARY_ARGUMENTS if name in moved}
     return {**accepted(model, **moved, use_cache=False), **boundaries}
 

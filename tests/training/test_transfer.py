@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, ViTConfig, ViTModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, ViTConfig, ViTModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
@@ -22,7 +22,7 @@ from hf_linear_attn.training import losses
 from hf_linear_attn.training.resumable import EpochSampler, InterruptedRunError, SeededCollator
 from hf_linear_attn.training.transfer import AttentionTransferLoss, TransferResult, transfer_attention
 from tests.subprocesses import run_python
-from tests.tiny_models import BERT, GPT2, LLAMA, VOCABULARY, Family
+from tests.tiny_models import BERT, GPT2, LLAMA, VOCABULARY, Family, tiny_model
 from tests.training.tiny_runs import Killed, kill
 
 LENGTHS = (17, 9, 13)
@@ -223,6 +223,16 @@ def test_a_loss_that_is_no_number_puts_everything_back() -> None:
     with pytest.raises(FloatingPointError, match="Lower learning_rate"):
         transfer_attention(model, [batch()], max_steps=30, learning_rate=1e38)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_decoder_beside_an_encoder_reads_what_it_learns_to_say() -> None:
+    """Its rows may be longer than those of the encoder, and its inputs are made of labels as in its own training."""
+    model = hla.patch_model(tiny_model("bart", AutoModelForSeq2SeqLM), "window", window_size=4)
+    labels = torch.randint(3, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": labels[:, :3], "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
+    runs = [given, {"input_ids": labels[:, :3], "labels": labels}]
+    first, second = (transfer_attention(copy.deepcopy(model), [one], max_steps=1).losses for one in runs)
+    assert first == second != []
 
 
 def test_validation_batches_count_by_their_tokens() -> None:
