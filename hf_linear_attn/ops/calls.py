@@ -54,6 +54,10 @@ class AttentionInputs:
     start: int | None = None
     ranks: Ranks | None = None
 
+    def __len__(self) -> int:
+        """Return B. PEFT asks for it where rows have adapters of their own, before it says what it cannot mix."""
+        return len(self.query)
+
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hf_linear_attn.integration import attention
 from tests.comparing import Snapshot, logits
 from tests.inputs import token_ids
 from tests.small import patched
-from tests.tiny_models import BERT, FAMILIES, LLAMA, saved_and_loaded
+from tests.tiny_models import BERT, FAMILIES, LLAMA, saved_and_loaded, tiny_model
 
 #: Learned features for both directions; random buffers; parts of the mechanism itself.
 PAIRS = [(name, family) for name in ("hedgehog", "favor+", "window") for family in FAMILIES] + [("linformer", BERT)]
@@ -157,6 +158,17 @@ def test_two_adapters_on_one_model_do_not_mix():
     assert not torch.equal(second, first)
     made.set_adapter("default")
     assert torch.equal(logits(made, token_ids()), first)
+
+
+def test_rows_with_adapters_of_their_own_share_the_learned_parts():
+    model = hla.patch_model(tiny_model("llama"), "hedgehog")
+    ids = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
+    for saved in ([], ["linear_attention"]):
+        config = LoraConfig(target_modules=["q_proj"], modules_to_save=saved)
+        adapted = get_peft_model(copy.deepcopy(model), config).eval()
+        adapted.add_adapter("other", config)
+        with pytest.raises(TypeError, match="Mixed batching is only supported for") if saved else nullcontext():
+            adapted(**ids, adapter_names=["default", "other"])
 
 
 def test_without_modules_to_save_the_learned_parts_are_frozen():
