@@ -196,6 +196,11 @@ def _decorator(
     return decorate
 
 
+def seed_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
+    """Return the mechanism's seed option, or nothing where it has none."""
+    return {"seed": seed} if any(item.name == "seed" for item in fields(entry.options)) else {}
+
+
 def build_options(entry: AttentionEntry, values: dict[str, Any]) -> Any:
     """Build the options dataclass of a mechanism; a ValueError for an unknown option or a value not allowed."""
     known = [field.name for field in fields(entry.options)]

@@ -22,7 +22,7 @@ from ..measure.speed import FORWARD, fill_cache, measure_passes, possible_length
 from ..measure.values import Values, value
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model, patch_report
-from ..registry import ATTENTIONS
+from ..registry import ATTENTIONS, seed_options
 from ..streaming import cache_bytes
 from ..training.calibration import leading_batches
 from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
@@ -48,7 +48,6 @@ from .prepare import (
     recall_measurement,
     row_facts,
     score_of,
-    seed_options,
 )
 from .study import RECORDS_FILE, Study, check_study, open_study
 from .variants import TRANSFER_OPTIONS, Loader, Variant, references, transferred, with_learned_parts
@@ -211,8 +210,7 @@ def choose_heads(study: Study, one: PlannedModel, config: PlanConfig) -> list[Ex
             one.exact.tokenizer,
             leading_batches(one.inputs.train, SEARCH_TOKENS),
             config.attention,
-            seed=config.seed,
-            **config.options,
+            **{"seed": config.seed, **config.options},
         )
         rows = search.table.drop(columns="chosen").melt(["layer", "head"], var_name="metric")
         return rows.to_dict("records")

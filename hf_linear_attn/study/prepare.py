@@ -7,7 +7,7 @@ import hashlib
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from ..mechanisms.softmax import EXACT
 from ..ops.backends import get_backend
 from ..ops.native.backend import unavailable_reason
 from ..patching import CONFIG_FIELD, is_patched, patch_model
-from ..registry import ATTENTIONS, AttentionEntry
+from ..registry import ATTENTIONS, seed_options
 from ..utils.environment import environment
 from ..utils.models import Batch, shared_copy, torch_device
 from ..utils.options import OptionError, default_of
@@ -150,11 +150,6 @@ def check_mechanism(name: str) -> None:
     ATTENTIONS.get(name)
     if name == EXACT:
         raise ValueError(f"attention {name!r} is the exact attention, which is always measured. Name another one.")
-
-
-def seed_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
-    """Return the mechanism's seed option, or nothing where it has none."""
-    return {"seed": seed} if any(item.name == "seed" for item in fields(entry.options)) else {}
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:

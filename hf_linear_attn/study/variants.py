@@ -18,7 +18,7 @@ from ..measure.values import Measure, Values, value
 from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model
-from ..registry import ATTENTIONS
+from ..registry import ATTENTIONS, seed_options
 from ..training.calibration import calibrate_untrained
 from ..training.resumable import local_seed
 from ..training.transfer import transfer_attention
@@ -26,7 +26,7 @@ from ..utils.models import shared_copy
 from ..utils.progress import OnBatch, report_nothing
 from .checkpoint_groups import CheckpointGroup, load_checkpoint_of
 from .options import ResolvedOptions
-from .prepare import EvaluatedModel, ExactModel, Measurement, PreparedModel, seed_options
+from .prepare import EvaluatedModel, ExactModel, Measurement, PreparedModel
 from .study import Conditions, Learned, Record, Study
 
 #: Labels of the two references, and the mechanism's name of a model without attention.

@@ -24,6 +24,7 @@ from ..integration.discovery import longest_input, patched_modules, self_attenti
 from ..integration.exact import AttentionCall, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
+from ..registry import ATTENTIONS, seed_options
 from ..utils.models import Batch, frozen, model_inputs, shared_copy
 from ..utils.options import check_argument
 from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
@@ -213,8 +214,8 @@ def find_exact_heads(
         retrieval_share: Share of these that the probe chooses.
         length: Tokens of a row of text, and of a prompt of the probe. None: 1,024 tokens of text, or fewer where the
             model takes fewer; prompts as long as the longest row, and at least 512 tokens.
-        seed: Seed of the prompts.
-        options: Options of the mechanism. What it would learn has the values that `calibrate` finds on the text.
+        seed: Seed of the prompts, and of the mechanism if it draws random features.
+        options: Other options of the mechanism. What it would learn has the values that `calibrate` finds on the text.
 
     Raises:
         ValueError: The model is patched, there is no text, numbers are out of range, or the loss is not finite.
@@ -232,6 +233,7 @@ def find_exact_heads(
         probed = find_retrieval_heads(model, tokenizer, share=share, length=tokens, seed=seed).table
     first = 0 if probed is None else round(retrieval_share * int(probed["chosen"].sum()))
     chosen = {} if probed is None else _heads_by_layer(probed[:first])
+    options |= seed_options(ATTENTIONS.get(attention), seed)
     gated = patch_model(shared_copy(model).eval(), attention, **options)
     limit = exact_length(gated)
     if max(map(longest_row, batches)) <= limit:

@@ -13,8 +13,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.integration.discovery import longest_input
 from hf_linear_attn.measure.speed import DECODING, measure_decoding, measure_passes, timing_options
-from hf_linear_attn.registry import ATTENTIONS
-from hf_linear_attn.study.prepare import seed_options
+from hf_linear_attn.registry import ATTENTIONS, seed_options
 from hf_linear_attn.study.variants import WITHOUT_ATTENTION
 from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.training.transfer import AttentionTransferLoss

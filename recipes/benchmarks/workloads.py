@@ -18,8 +18,7 @@ from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.mechanisms.softmax import EXACT
 from hf_linear_attn.ops import backends
-from hf_linear_attn.registry import ATTENTIONS, build_options, list_attentions
-from hf_linear_attn.study.prepare import seed_options
+from hf_linear_attn.registry import ATTENTIONS, build_options, list_attentions, seed_options
 
 #: The row of exact attention.
 BASELINE = "sdpa"

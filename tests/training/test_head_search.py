@@ -123,6 +123,12 @@ def test_gains_are_derivatives_of_the_divergence(architecture: str, groups: int)
         assert row.gain == pytest.approx((ends[0] - ends[1]) / 6e-4, rel=5e-3, abs=2e-4)
 
 
+def test_the_seed_is_that_of_the_features_whose_gains_are_measured() -> None:
+    searches = [find_exact_heads(tiny_model("bert"), None, [batch_of()], "favor+", seed=seed) for seed in (0, 1)]
+    assert [search.plan()["default"]["seed"] for search in searches] == [0, 1]
+    assert not searches[0].table.equals(searches[1].table)
+
+
 def test_gains_are_means_over_tokens_however_these_are_batched() -> None:
     """A row without a token to predict adds nothing, and makes no gain NaN."""
     model, whole = tiny_model("llama"), batch_of()
