@@ -81,7 +81,8 @@ class _ConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         try:
-            content = get_loader("yaml")(text := Path(values).read_text(encoding="utf-8"))
+            text = Path(values).read_text(encoding="utf-8")
+            content = get_loader("yaml")(text)
         except OSError:
             content = {}  # the base class says what is wrong
         except UnicodeError:

@@ -67,7 +67,7 @@ class TimingConfig:
 
     lengths: tuple[int, ...] | None = option(
         None,
-        "lengths to time, in tokens; []: none (plan by itself: 1024 and 4096; quick: 1024)",
+        "lengths to time, in tokens; []: none (plan, if left out: 1024 and 4096; quick: 1024)",
         least=16,
     )
 

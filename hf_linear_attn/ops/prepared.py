@@ -311,7 +311,8 @@ class PreparedStep:
     def __init__(self, mechanism: nn.Module, weights: _Weights, inputs: AttentionInputs, kernels: list[Any]) -> None:
         self.mechanism, self.weights, self.kernels = mechanism, weights, kernels
         self.backends, self.scaling, self.dtype = backends.selection(), inputs.scaling, inputs.query.dtype
-        self.shapes, self.in_inference = [tensor.shape for tensor in inputs.tensors], torch.is_inference_mode_enabled()
+        self.shapes = tuple(tensor.shape for tensor in inputs.tensors)
+        self.in_inference = torch.is_inference_mode_enabled()
         batch, heads, _, _ = inputs.query.shape
         self.sizes = batch, heads, 1, inputs.value.shape[3]
 

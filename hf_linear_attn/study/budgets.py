@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..config import DEFAULT_ATTENTION, CacheDtype
+from ..data.config import BUDGETS
 from ..feature_maps.base import AttentionShape
 from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.softmax import head_token_bytes
@@ -149,9 +150,7 @@ class Budget:
             if meant and (length < 16 or not smallest < limit <= largest):
                 raise ValueError(f"The budget {text!r} is not {meant} at 16 tokens or more.")
             return cls(text, 100 - limit if name == "recall" else limit, unit, length, cost)  # of recall what is lost
-        examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
-        remedy = f"Budgets look like {examples}, '2x at 4096' or '25% cache at 8192'."
-        raise ValueError(f"The budget {text!r} cannot be read. {remedy}")
+        raise ValueError(f"The budget {text!r} cannot be read. Budgets look like {BUDGETS}.")
 
     def is_met(self, value: float | None) -> bool:
         """Return whether a damage in the budget's unit, a speedup, or a share of the exact cache is within it.

@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def share(self) -> float | None:
-        """The share of the reference's score that is kept, 1 where it is better; None where that is not positive."""
+        """The share of the reference's score that is kept: 1 where it is better; None where that is not positive."""
         own, reference = self.own.mean, self.reference.mean
         if self.better:
             return 1.0

@@ -103,11 +103,11 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     """
     config = make_config(ConvertConfig, config, options)
     if config.budget is not None:
-        _check_budget(config, Budget.parse(config.budget))  # before any work
+        _check_budget_fits_task(config, Budget.parse(config.budget))  # before any work
     return _execute(config, console, "convert", _convert)
 
 
-def _check_budget(config: ConvertConfig, budget: Budget) -> None:
+def _check_budget_fits_task(config: ConvertConfig, budget: Budget) -> None:
     try:
         budget.unit_for(KINDS[config.resolved_task_type])
     except ValueError as error:
@@ -323,7 +323,8 @@ def _fitted_to_rows(run: TrainingRun, teacher: PreTrainedModel, window: int) -> 
     student, config = shared_copy(teacher), run.config
     plan = LinearAttentionConfig.parse(config.attention, None, {**config.options, "window_size": window})
     models.patch_as_configured(student, config, plan)
-    _fit(run, student)
+    if len(rows := _long_rows(run, student)):
+        _fit(run, student, rows)
     return student
 
 
@@ -442,23 +443,22 @@ def _calibrated_length(run: TrainingRun) -> int | None:
     return length if length > CALIBRATION_LENGTH else None
 
 
-def _fit(run: TrainingRun, student: PreTrainedModel) -> Calibration | None:
-    """Fit the start of the mechanism to the first training rows beyond what is exact; None if there are none."""
-    rows = leading_batches((run.data.collator([row]) for row in _long_rows(run, student)), CALIBRATION_TOKENS)
-    if not rows:
-        return None
-    return calibrate(student.to(run.process.device), rows, max_length=_calibrated_length(run))
+def _fit(run: TrainingRun, student: PreTrainedModel, rows: Any) -> Calibration:
+    """Fit the start of the mechanism to the first of some training rows."""
+    batches = leading_batches((run.data.collator([row]) for row in rows), CALIBRATION_TOKENS)
+    return calibrate(student.to(run.process.device), batches, max_length=_calibrated_length(run))
 
 
 def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
     """Calibrate the student, unless no row says anything of its mechanism."""
-    if not len(_long_rows(run, student)):
+    rows = _long_rows(run, student)
+    if not len(rows):
         return student
 
     def fit() -> tuple[PreTrainedModel, dict[str, Any]]:
         with run.progress.working("calibrating"):
-            result = _fit(run, student)
-        return student, {"step": 0, "within_factor_2": result.within() if result and len(result.table) else None}
+            result = _fit(run, student, rows)
+        return student, {"step": 0, "within_factor_2": result.within() if len(result.table) else None}
 
     return cast(PreTrainedModel, run.learned("calibration", student, fit, is_learned))
 

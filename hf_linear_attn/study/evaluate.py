@@ -156,14 +156,13 @@ def of_mechanisms(one: EvaluatedModel) -> list[Measurement]:
 def measure_quality(study: Study, one: EvaluatedModel) -> dict[str, Loader]:
     """Measure every variant of a model; return the converted ones, by their label."""
     converted: dict[str, Loader] = {}
-    rows = list(variants_of(one, study))
+    rows = [row for row in variants_of(one, study) if row]
     of_linear = [*one.inputs.measurements, *(() if one.task else of_mechanisms(one))]
     task = f"{one.task}: " if one.task else ""
     for number, variants in enumerate(rows, start=1):
         texts: dict[str, list[str]] = {score.title: [] for score in one.scores}
-        label = ""
+        label = variants[0].label
         for variant in variants:
-            label = variant.label
             status = f"{task}{label} ({number} of {len(rows)})"
             measurements = of_linear if variant.is_linear else one.inputs.measurements
             records = variant.measure(study, measurements, status)
@@ -172,7 +171,6 @@ def measure_quality(study: Study, one: EvaluatedModel) -> dict[str, Loader]:
                 texts[score.title] += [] if result is None else [fixed(result, score.digits)]
             if variant.is_linear:
                 converted[label] = variant.load
-        if label:
-            results = ", ".join(f"{title} " + " → ".join(part) for title, part in texts.items())
-            study.progress.log(f"{task}{label}: {results}")
+        results = ", ".join(f"{title} " + " → ".join(part) for title, part in texts.items())
+        study.progress.log(f"{task}{label}: {results}")
     return converted

@@ -9,7 +9,16 @@ from typing import Any, Literal
 from ..config import DEFAULT_ATTENTION
 from ..data.config import BUDGETS, DataConfig, TimingConfig
 from ..data.files import Documents
-from ..utils.options import OptionError, check_exclusive, check_options, check_value, make_config, option, to_dict
+from ..utils.options import (
+    OptionError,
+    check_exclusive,
+    check_options,
+    check_value,
+    default_of,
+    make_config,
+    option,
+    to_dict,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -248,6 +257,8 @@ class PlanConfig:
         check_exclusive(self, "resume", "overwrite")
         if not self.data.group_by_length:
             raise OptionError("data.group_by_length", "is for training: plan takes rows in their order. Leave it out.")
+        if self.data.mlm_probability != default_of(DataConfig, "mlm_probability"):
+            raise OptionError("data.mlm_probability", "is for training (masked-lm). Leave it out.")
 
 
 @dataclass(frozen=True)
@@ -255,7 +266,7 @@ class DataSizes:
     """How much of its data a model is trained and measured on, with all defaults filled in."""
 
     steps: int  # of attention transfer
-    sequence_length: int  # the longest sequence of transfer and fidelity, in tokens
+    sequence_length: int  # the longest of transfer and fidelity in tokens: `sequence_length`, of plan `data.max_length`
     batch_size: int  # sequences in one step of transfer
     evaluations: int  # how often the validation sequences are evaluated during a transfer, to keep its best step
     train_sequences: int
@@ -292,11 +303,11 @@ class PlanSizes(DataSizes):
     seconds: float  # to spend on each timed length
 
 
-def _data_sizes(option: str, length: int | None, kind: str, limit: int | None, *, quick: bool, seed: int) -> DataSizes:
-    """Return the sizes of an evaluation for the longest sequence that an option gives; None: that of the kind."""
+def _data_sizes(name: str, length: int | None, kind: str, limit: int | None, *, quick: bool, seed: int) -> DataSizes:
+    """Return the sizes of an evaluation for the longest sequence, the option `name`; None: that of the kind."""
     usual = {"decoder": 512, "encoder": 256, "classifier": 128}[kind]
     length = length or min(usual, limit or usual)
-    _check_positions(option, length, limit)
+    _check_positions(name, length, limit)
     batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
     return DataSizes(
         steps=25 if quick else 100,
@@ -314,9 +325,9 @@ def _data_sizes(option: str, length: int | None, kind: str, limit: int | None, *
     )
 
 
-def _check_positions(option: str, length: int | None, limit: int | None) -> None:
+def _check_positions(name: str, length: int | None, limit: int | None) -> None:
     if length is not None and limit is not None and length > limit:
-        raise OptionError(option, f"{length} is beyond the model's {limit} positions. Give {limit} or less.")
+        raise OptionError(name, f"{length} is beyond the model's {limit} positions. Give {limit} or less.")
 
 
 def resolve_options(
@@ -333,14 +344,18 @@ def resolve_options(
     sizes = _data_sizes("sequence_length", config.sequence_length, kind, limit, quick=quick, seed=config.seed)
     _check_positions("context", config.context, limit if table else None)
     context = config.context or sizes.context
-    own = {"steps": config.steps, "context": context, "stride": config.stride or max(context // 2, 1)}
+    own = {
+        "steps": sizes.steps if config.steps is None else config.steps,
+        "context": context,
+        "stride": config.stride or max(context // 2, 1),
+    }
     default = QUICK_ATTENTIONS if quick else DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
     length = config.length or min(limit or 2048, 2048)
     usual = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
     shortest = (limit,) if limit is not None and 16 <= limit < 128 else ()
-    within = [length for length in usual if config.length is None or length <= config.length]
+    within = [one for one in usual if config.length is None or one <= config.length]
     return ResolvedOptions(
-        **{**vars(sizes), **{name: value for name, value in own.items() if value is not None}},
+        **{**vars(sizes), **own},
         attentions=tuple(dict.fromkeys(config.attention or (() if config.converted else default))),
         lengths=tuple(sorted({*(config.speed.lengths or (*shortest, *within)), length})),
         length=length,

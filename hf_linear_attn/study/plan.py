@@ -37,6 +37,7 @@ from .budgets import DIVERGENCES, Budget
 from .options import PlanConfig, PlanSizes, resolve_plan
 from .plan_result import PAGE, PLAN, PLOT, REPORT, Candidate, PlanResult, write_plan
 from .prepare import (
+    HALVES,
     ExactModel,
     PreparedModel,
     check_fits,
@@ -56,9 +57,6 @@ PLAN_VERSION = 6
 
 #: Shares of the key-value heads that stay exact in a search over heads.
 HEAD_SHARES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
-
-#: What the held-out data are for, half of them each.
-HALVES = ("choice", "verification")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +142,14 @@ def prepare_plan(config: PlanConfig) -> PlannedModel:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     unit = budget.unit_for(kind)
-    unused = ("metrics", "max_train_samples", "max_eval_samples", "mlm_probability")
+    unused = ("label_column", "metrics", "max_train_samples", "max_eval_samples")
     text = None if kind == "classifier" else read_text(config.data, unused)
-    title = config.data.task or config.data.dataset or "the data"
-    exact = ExactModel.load(config.model, kind, name, None, config.device, title)
+    exact = ExactModel.load(config.model, kind, name, None, config.device, config.data.task or "")
     model, resolved = exact.model, resolve_plan(config, kind, exact.positions)
     data = replace(config.data, max_eval_samples=resolved.max_eval_samples)
     inputs = read_inputs(exact, text, data, resolved, HALVES)
     if (score := score_of(inputs.measurements[0][0])) is not None:
+        # Damage is shown in this unit, for budgets of speed and of cache, too.
         replace(budget, unit=unit).check_metric(score.title, greater_is_better=score.higher_is_better)
     if unit.name == "recall":  # chosen for and verified with prompts of two seeds
         recall = [recall_measurement(exact, [budget.length], config.seed + number) for number in range(len(HALVES))]
@@ -322,7 +320,7 @@ class LayerSearch:
 
     @cached_property
     def reference_values(self) -> dict[str, dict[str, Any]]:
-        """The values of the exact model and of the model without attention, on both data sets."""
+        """The values of the exact model and of the model without attention, on both parts of the held-out data."""
         values = {}
         for index, part in enumerate(self.measurements):
             self.study.progress.status("the exact model, and without attention", index, len(self.measurements))
@@ -396,7 +394,7 @@ class LayerSearch:
         )
 
     def with_quality(self, one: Candidate, part: str) -> Candidate:
-        """Return a candidate with the quality of its model on a data set."""
+        """Return a candidate with the quality of its model on a part of the held-out data."""
         values = self.values(part, one.name, partial(self.convert, self.planned.patched, one))
         return replace(
             one,
@@ -421,9 +419,9 @@ class LayerSearch:
             exact, linear = (cache_bytes(fill_cache(model, tokens, length)) for model in models.values())
             return [value(cost, linear / exact)]
 
-        base = replace(self.measurements[part][0], task="", settings={"seconds": seconds} if cost == "speedup" else {})
-        measurement = FORWARD if cost == "speedup" else cost
-        conditions = replace(base, measurement=measurement, length=length, batch_size=1)
+        measurement, settings = (FORWARD, {"seconds": seconds}) if cost == "speedup" else (cost, {})
+        own: dict[str, Any] = {"measurement": measurement, "settings": settings, "length": length, "batch_size": 1}
+        conditions = replace(self.measurements[part][0], task="", **own)  # on the same model and device
         variant = self.searched(part, one.name, lambda: self.planned.exact.model)  # for its conditions only
         first = self.study.measure(variant.of(conditions), measure, label=variant.label).values[0]
         if cost == "cache":

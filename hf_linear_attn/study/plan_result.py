@@ -18,7 +18,7 @@ from ..utils.files import atomic_write, write_json
 from ..utils.formatting import fixed
 from ..utils.timing import crossover
 from .budgets import DAMAGE_UNITS, Budget, DamageUnit
-from .prepare import inputs_text
+from .prepare import HALVES, inputs_text
 from .report import STYLE, new_figure, page_template, png
 
 #: Files of a plan.
@@ -202,9 +202,9 @@ class PlanResult:
         exact, last = self.references["choice"], self.curve[-1]
         if not self.informative:
             parts = [
-                f"{self._format_score(self.references[data]['score'])}, {floor['name']} "
-                f"{self._format_score(floor['score'])} on the data of the {data}"
-                for data, floor in zip(("choice", "verification"), self.floors, strict=False)
+                f"{self._format_score(self.references[part]['score'])}, {floor['name']} "
+                f"{self._format_score(floor['score'])} on the data of the {part}"
+                for part, floor in zip(HALVES, self.floors, strict=False)
             ]
             problem = f"the exact model is not clearly better there ({self.score['title']} {'; '.join(parts)})"
             sentences.append(f"The score says nothing about attention: {problem}.")

@@ -62,7 +62,7 @@ Measurement = tuple[Conditions, Measure]
 """What is measured of each variant of a model; the conditions lack what the variant adds (see `Variant.of`)."""
 
 #: Where an evaluation measures; a plan has two parts instead, to choose on and to verify with.
-HELD_OUT = ("held_out",)
+HELD_OUT, HALVES = ("held_out",), ("choice", "verification")
 
 SCORES = {score.measurement: score for score in (PERPLEXITY, SENTENCE_EMBEDDINGS, SENTENCE_PAIRS, RECALL)}
 
@@ -205,7 +205,8 @@ def load_exact(source: Any, kind: str, device: torch.device, *, task: str = "") 
     if missing := [name for name in lacking if "pooler" not in name]:
         remedy = "Give a complete checkpoint"
         if kind == "classifier" and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
-            remedy = f"It has no head for the task {task!r}: run `hf-linear-attn finetune {source} --data.task {task}`"
+            data = f"task {task}" if task else "dataset FILE"
+            remedy = f"It has no head for the task {task!r}: run `hf-linear-attn finetune {source} --data.{data}`"
         raise ValueError(f"{source!r} lacks weights ({missing[0]}, …). {remedy}.")
     check_exact(model, source, kind)
     return model.eval().to(device)
@@ -300,7 +301,7 @@ def text_inputs(exact: ExactModel, text: Text, sizes: DataSizes, parts: Sequence
         facts = row_facts(map(len, rows))
         if facts["tokens"] < 2:
             raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
-        inputs.facts.setdefault(name, facts)
+        inputs.facts.setdefault(name, facts)  # `held_out` is known from `_split`
         conditions = {"data": inputs.hash, "part": name, **facts, **windows}
         measurement = "perplexity" if causal else "sentence_embeddings"
         inputs.measurements.append((exact.conditions(measurement, settings=conditions), measure))
@@ -451,7 +452,7 @@ def prepare(
         TASKS.get(name)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = {}  # of checkpoints that were made alike, in all models
     first = _prepare(model, config.for_model(), labels, tokenizer, text)
     if not first.resolved.attentions and not any(group.layers for group in first.groups):
         raise ValueError("There is nothing to compare: give --attention or --converted.")
@@ -479,12 +480,11 @@ def _prepare(
     _check_data(kind, config, name, text)
     groups = find_checkpoints(config.converted or (), config.baseline or (), model_config, labels)
     if kind != "classifier":
-        unused = ("metrics", *(["max_eval_samples"] if config.data.sts is None else []))
+        unused = ("label_column", "metrics", *(["max_eval_samples"] if config.data.sts is None else []))
         text = read_text(data, unused, text)
     elif text is not None:
         raise ValueError(f"{name} is measured on the data of its task, not on documents: leave out either.")
-    title = task or Path(str(config.data.dataset)).name
-    exact = ExactModel.load(source, kind, name, tokenizer, config.device, title)
+    exact = ExactModel.load(source, kind, name, tokenizer, config.device, task or "")
     table, dtype = has_position_table(exact.model), dtype_name(exact.model)
     resolved = resolve_options(config, kind, exact.positions, dtype, table=table)
     if first is not None:

@@ -302,21 +302,22 @@ class TrainingRun:
             train: Trains, and returns a complete model and what was done.
             which: Whether a name is that of a trained tensor; None: all are.
         """
-        trained: list[Any] = [model]
+        trained: Any = model
 
         def values() -> tuple[Any, dict[str, Tensor]]:
-            trained[0], progress = train()
+            nonlocal trained
+            trained, progress = train()
             self.state[stage] = json_safe(progress)
-            return progress, saved_tensors(trained[0], which)
+            return progress, saved_tensors(trained, which)
 
         known = stage in self.state
         parameters = self.study.learned(self._conditions(stage), values, label=stage)
         if known:
-            missing = trained[0].load_state_dict(parameters, strict=False).unexpected_keys
+            missing = trained.load_state_dict(parameters, strict=False).unexpected_keys
             if missing:
                 raise ValueError(f"{stage}: the stored parameters do not fit the model ({missing[0]}).")
         self.process.wait_for_everyone()
-        return trained[0]
+        return trained
 
     def remove_checkpoints(self) -> None:
         """Remove what a finished run could have resumed from, but not what its trackers wrote."""

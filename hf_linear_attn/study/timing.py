@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..integration.discovery import longest_input
 from ..measure.speed import (
     DECODING,
     FORWARD,
@@ -44,7 +43,7 @@ def measure_speed(study: Study, one: EvaluatedModel) -> list[str]:
     timed = TimedVariants(study, one, exact, timed_variants(exact, resolved, one.groups))
     lengths, note = possible_lengths(exact.model, resolved.lengths)
     notes: list[str] = []
-    longest = 0
+    longest = 0  # that was timed
     generation = [PREFILL, DECODING] if exact.kind == "decoder" else []
     for measurement in (FORWARD, *([TRAINING] if resolved.backward else []), *generation):
         single, left_out = timed.sweep(measurement, lengths)
@@ -52,8 +51,9 @@ def measure_speed(study: Study, one: EvaluatedModel) -> list[str]:
         if resolved.throughput_batch_size > 1 and measurement != PREFILL:
             some = lengths_to_show(list(single), resolved.length)
             notes += timed.sweep(measurement, some, resolved.throughput_batch_size, single)[1]
-    is_needed = note and (not note.startswith("†") or longest > (longest_input(exact.model) or 0))
-    return [note, *notes] if is_needed else notes
+    if lengths == list(resolved.lengths):  # the model could take all of them
+        note = possible_lengths(exact.model, [longest])[1]
+    return [*filter(None, [note]), *notes]
 
 
 @dataclass(frozen=True)

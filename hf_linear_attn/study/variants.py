@@ -16,7 +16,7 @@ from ..integration.discovery import self_attention
 from ..measure.speed import timing_options
 from ..measure.values import Measure, Values, value
 from ..mechanisms.head_mixture import HeadMixture
-from ..mechanisms.softmax import EXACT
+from ..mechanisms.softmax import EXACT, SoftmaxAttention
 from ..patching import patch_model
 from ..registry import ATTENTIONS, seed_options
 from ..training.calibration import calibrate_untrained
@@ -121,18 +121,19 @@ def mechanism_stages(one: EvaluatedModel, study: Study, name: str, seed: int) ->
             calibrate_untrained(model, inputs.train)
         return model
 
+    untrained = Variant(name, name, cache(calibrated), "untrained", seed if trains or options else None, options)
+    if not trains:
+        return [untrained]
+    after = replace(untrained, state="transferred", settings={"transfer": transfer})
+    conditions = after.of(exact.conditions("attention_transfer"))
+    study.records.use(conditions, name)  # the report shows an earlier transfer also where nothing has to be measured
+
     def trained() -> PreTrainedModel:
         model = patch_model(shared_copy(exact.model), name, **options)
         model.load_state_dict(saved_tensors(untrained.load(), is_learned), strict=False)
         return transferred(one, study, model, conditions)
 
-    untrained = Variant(name, name, cache(calibrated), "untrained", seed if trains or options else None, options)
-    if not trains:
-        return [untrained]
-    after = replace(untrained, load=cache(trained), state="transferred", settings={"transfer": transfer})
-    conditions = after.of(exact.conditions("attention_transfer"))
-    study.records.use(conditions, name)  # the report shows an earlier transfer also where nothing has to be measured
-    return [replace(untrained, settings={"calibration": rows}), after]
+    return [replace(untrained, settings={"calibration": rows}), replace(after, load=cache(trained))]
 
 
 def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions) -> PreTrainedModel:
@@ -176,7 +177,7 @@ def with_learned_parts(exact: PreTrainedModel, plan: Mapping[str, Any], patched:
         learned: Any = getattr(other.module, SUBMODULE, None)
         if isinstance(mechanism, HeadMixture):
             mechanism.load_heads(learned)
-        elif mechanism is not None:
+        elif mechanism is not None and not isinstance(mechanism, SoftmaxAttention):  # which has learned nothing
             mechanism.load_state_dict(learned.state_dict())
     return model.eval()
 

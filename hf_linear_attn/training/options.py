@@ -184,7 +184,8 @@ class TrainingRunConfig:
             raise OptionError("train_tokenizer", "trains one, and tokenizer names another. Leave out one of them.")
         if self.attention is None and self.plan is None and (self.options or self.layers is not None):
             raise OptionError("options" if self.options else "layers", "is for a mechanism: give attention, too.")
-        for name, kind in (("mlm_probability", "masked-lm"), ("metrics", "classification")):
+        kinds = {"mlm_probability": "masked-lm", "metrics": "classification", "label_column": "classification"}
+        for name, kind in kinds.items():
             if getattr(self.data, name) != default_of(DataConfig, name) and self.resolved_task_type != kind:
                 raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.resolved_task_type}.")
         if self.max_length is not None and (self.from_config or self.model_type is not None):
@@ -199,7 +200,7 @@ class TrainingRunConfig:
     def completed(self) -> Self:
         """Return these options with the task type and the timed lengths that they leave open. The last step: what is
         changed afterwards does not change these."""
-        speed = TimingConfig(TIMED_LENGTHS) if self.speed.lengths is None else self.speed
+        speed = TimingConfig(TIMED_LENGTHS) if self.speed.lengths is None else self.speed  # null in YAML
         return replace(self, task_type=self.resolved_task_type, speed=speed)
 
 
@@ -239,7 +240,7 @@ BUDGET_TRAINING: dict[str, tuple[TransferConfig, DistillConfig]] = {
 
 
 def _filled_in(section: Any, training: Any) -> Any:
-    """Return a section of options with those of a training where it has its defaults; epochs replace steps."""
+    """Return the user's section, with the options of a training where it has its defaults; epochs replace steps."""
     default = type(section)()
     values = {field.name: getattr(section, field.name) for field in fields(section)}
     changed = {name: value for name, value in values.items() if value != getattr(default, name)}
@@ -253,7 +254,7 @@ class ConvertConfig(TrainingRunConfig):
     """Options of `convert`: (teacher) -> attention transfer -> distillation -> a measured linear model."""
 
     exact_share: float = option(0.0, "share of the key-value heads that stay exact", least=0, below=1, common=True)
-    budget: str | None = option(None, f"{BUDGETS} chooses the rest", common=True)
+    budget: str | None = option(None, f"{BUDGETS}: heads, windows and training are chosen for it", common=True)
     control: bool = option(
         False, "also train the teacher as long, with exact attention: what is lost to training and what to attention"
     )

@@ -319,8 +319,8 @@ class ResumableTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the batches of a step; none if the run had ended when its checkpoint was written."""
-        patience = (item for item in self.callback_handler.callbacks if isinstance(item, EarlyStoppingCallback))
-        stopped = any(item.early_stopping_patience_counter >= item.early_stopping_patience for item in patience)
+        stoppers = (item for item in self.callback_handler.callbacks if isinstance(item, EarlyStoppingCallback))
+        stopped = any(item.early_stopping_patience_counter >= item.early_stopping_patience for item in stoppers)
         if self.resumed_from is not None and (stopped or self.state.global_step >= self.state.max_steps):
             self.control.should_training_stop = True
             return [], None

@@ -495,11 +495,12 @@ def exact_length(model: nn.Module) -> int:
 
 
 def longest_row(batch: Batch) -> int:
-    """Return the tokens of the longest input of a batch, of an encoder or a decoder; many of images, whose tokens only
-    the model knows."""
+    """Return the tokens of the longest row of a batch, of the encoder or the decoder; `sys.maxsize` for images, whose
+    tokens only the model knows."""
     decoded, mask = batch.get("decoder_input_ids", batch.get("labels")), batch.get("attention_mask")
     is_sequence = isinstance(decoded, Tensor) and decoded.dim() == 2 and not decoded.is_floating_point()
-    least = int((decoded != IGNORED).sum(1).max()) if is_sequence else 0  # labels of a decoder alone are no more
+    # Labels of a model that is a decoder only are no longer than its inputs.
+    least = int((decoded != IGNORED).sum(1).max()) if is_sequence else 0
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return max(int(mask.sum(1).max()), least)
     rows = batch.get("input_ids", batch.get("inputs_embeds"))

@@ -19,13 +19,13 @@ from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget
 from hf_linear_attn.study.plan import LayerSearch
 from hf_linear_attn.study.plan_result import PlanResult, draw_curve, format_divergence
 from hf_linear_attn.study.study import Conditions, open_study
-from hf_linear_attn.study.variants import Variant
+from hf_linear_attn.study.variants import Variant, with_learned_parts
 from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.models import shared_copy
 
 from ..inputs import token_ids
 from ..small import patched
-from ..tiny_models import GPT2, tiny_model
+from ..tiny_models import GPT2, LLAMA, tiny_model
 
 # --------------------------------------------------------------------------------------------------------------------
 # Budgets
@@ -426,3 +426,13 @@ def test_heads_within_a_budget_of_the_cache(models: tuple[Any, Any]) -> None:
     assert f"by {result.chosen.count} of 12 key-value heads as elu: " in result.summary()[0]
     assert PlanResult.from_dict(result.to_dict()).plan == result.plan
     assert not search_layers(exact, linear, metric, metric, budget="1% cache at 64", heads=heads).met
+
+
+def test_a_layer_that_is_exact_in_int8_has_learned_nothing() -> None:
+    """Its cache is the package's, and so is its mechanism, which has no parameters."""
+    windows = {"attention": "window", "window_size": 8, "cache_dtype": "int8"}
+    exact = LLAMA.build()
+    linear = hla.patch_model(shared_copy(exact), {"default": windows})
+    plan = {"default": windows, "0": {"attention": "softmax", "cache_dtype": "int8"}}
+    model = with_learned_parts(exact, plan, linear)
+    assert [layer.attention for layer in hla.patch_report(model).layers] == ["softmax", "window"]

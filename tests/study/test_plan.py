@@ -346,6 +346,8 @@ def test_halves_share_nothing() -> None:
         ({"data": {"max_length": 8}}, "^data.max_length: must be a whole number of at least 16"),
         ({"data": {"dataset": "nowhere.txt"}}, "nowhere.txt"),
         ({"data": {"group_by_length": False}}, "^data.group_by_length: is for training"),
+        ({"data": {"mlm_probability": 0.3}}, "^data.mlm_probability: is for training"),
+        ({"data": {"label_column": "mark"}}, "^data.label_column: is for labelled data"),
         ({"data": {"revision": "main"}}, "^data.revision: is of a data set of the Hub"),
         ({"data": {"dataset_config": "raw"}}, "^data.dataset_config: is of a data set of the Hub"),
         ({"device": "tpux"}, "tpux"),
