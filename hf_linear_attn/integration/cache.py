@@ -196,11 +196,11 @@ class LinearStateLayer(CacheLayerMixin):
             )
         device, dtype = query.device, compute_dtype(query)
         other = torch.float32 if dtype == torch.float64 else torch.float64
-        in_inference = torch.is_inference_mode_enabled()
+        is_outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
 
         def converted(tensor: Tensor) -> Tensor:
             # Outside of inference mode its tensors can be neither written to nor saved for gradients.
-            copy = tensor.is_inference() and not in_inference
+            copy = is_outside and tensor.is_inference()  # a graph would break at the question
             return tensor.to(device, dtype if tensor.dtype is other else tensor.dtype, copy=copy)
 
         state = {name: converted(tensor) for name, tensor in self.state.items()}
