@@ -39,16 +39,17 @@ class DemoConfig(EvaluateConfig):
 
     def with_defaults(self) -> DemoConfig:
         """Return the config with what the demo measures where nothing else is asked for."""
-        data, lengths = self.data, self.speed.lengths
+        data = self.data
         if data.task is None and data.dataset is None:
             data = replace(data, dataset=PYTHON_DOCUMENTATION)
         if self.full:
-            return replace(self, data=data, length=self.length or max(lengths or (), default=None), quick=False)
+            return replace(self, data=data, quick=False)
         attention = self.attention or (None if self.converted else ATTENTIONS)
-        speed = replace(self.speed, lengths=lengths or (DECODER_LENGTHS if self.model == SMOLLM2 else LENGTHS))
-        length = self.length or max(speed.lengths or ())
+        speed = replace(
+            self.speed, lengths=self.speed.lengths or (DECODER_LENGTHS if self.model == SMOLLM2 else LENGTHS)
+        )
         steps = STEPS if self.steps is None else self.steps
-        return replace(self, data=data, length=length, attention=attention, steps=steps, speed=speed)
+        return replace(self, data=data, attention=attention, steps=steps, speed=speed)
 
 
 def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:

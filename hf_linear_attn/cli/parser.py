@@ -226,9 +226,9 @@ def exit_code(command: Callable[[], int | None], *, traceback: bool = False) -> 
         sys.stderr.write(f"error: {dashes}{' '.join(str(error).split())}\n")
         return 2 if isinstance(error, OptionError | argparse.ArgumentError) else 1
     except RuntimeError as error:
+        # An InterruptedRunError, whose module loads torch, has a code: a signal stopped training, after a checkpoint.
         code = getattr(error, "code", None)
         if not isinstance(code, int):
             raise
-        # Training was stopped by a signal, after a checkpoint.
         sys.stderr.write(f"{error}\n")
         return code

@@ -63,7 +63,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TimingConfig:
-    """At which lengths a command times its models."""
+    """At which lengths `plan` and `convert` time their models (`evaluate` has `SpeedConfig`)."""
 
     lengths: tuple[int, ...] | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Quality of a model: perplexity, scores of labelled tasks, sentence embeddings, fidelity."""
+"""Quality of a model: perplexity, scores of labelled tasks, sentence embeddings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -176,7 +176,10 @@ def measure_perplexity(
             log_probabilities, targets, (row, position) = _predictions(model, batch)
             reference = log_probabilities
             if exact is not None:
-                reference = known[index] if index in known else _predictions(exact, batch)[0]
+                if index in known:
+                    reference = known[index]
+                elif exact is not model:
+                    reference = _predictions(exact, batch)[0]
                 if sum(one.numel() for one in known.values()) + reference.numel() <= MAX_CACHED_VALUES:
                     known[index] = reference
                 divergence += kl_divergence(reference, log_probabilities)

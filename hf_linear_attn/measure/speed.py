@@ -96,7 +96,10 @@ def timing_options(entry: AttentionEntry, options: Mapping[str, Any], limit: int
 
 
 def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[list[int], str]:
-    """Return the lengths that the whole model can take, and a sentence about those beyond its positions (or "")."""
+    """Return the lengths that the whole model can take, and a sentence about those beyond its positions (or "").
+
+    Where it can take none of them, that is its longest input.
+    """
     limit = longest_input(model)
     if limit is None or max(lengths, default=0) <= limit:
         return list(lengths), ""

@@ -1,6 +1,7 @@
 """`evaluate`: quality, speed and memory of a model with linear attention, beside its exact attention.
 
-An evaluation is a list of variants of a model and a list of measurements. Each pair is measured once, by a `Study`.
+An evaluation is a list of variants of a model and a list of measurements. Each pair is measured once, by a `Study`; of
+times, all variants together at each length.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .timing import measure_speed
 from .variants import Loader, variants_of
 
 Examples = Callable[[ExactModel, Mapping[str, Loader]], Mapping[str, Any]]
-"""Data frames by title, from the exact model and from converted ones by their label."""
+"""Data frames by title, from the exact model and loaders of linear ones by their label."""
 
 
 def evaluate(
@@ -63,7 +64,7 @@ def evaluate(
         output: A folder where every record is stored as soon as it is known. With `resume=True` an interrupted
             evaluation continues there. None: in memory.
         progress: Told what is being done.
-        config: All options at once.
+        config: All options at once, but for `model` and `output`, which are arguments here.
         timing: Whether to measure speed and memory, too.
         examples: Makes tables for a person to read, which come first in the report.
         **options: Fields of `EvaluateConfig` and of its sections `data` and `speed`, such as `attention`, `steps`,
@@ -91,9 +92,9 @@ def evaluate(
             facts = one.inputs.facts
             counts = f"{inputs_text(facts['train'])} to train on, {inputs_text(facts['held_out'])} held out"
             study.progress.log(f"Data: {facts['source']}: {facts['rows']}; {counts}")
-        converted = [measure_quality(study, one) for one in models]
+        linear = [measure_quality(study, one) for one in models]
         notes = measure_speed(study, first) if timing else []
-        tables = examples(first.exact, converted[0]) if examples is not None else {}
+        tables = examples(first.exact, linear[0]) if examples is not None else {}
     groups = [group for one in models for group in one.groups]
     info = {
         "model": first.exact.facts(),
@@ -154,8 +155,8 @@ def of_mechanisms(one: EvaluatedModel) -> list[Measurement]:
 
 
 def measure_quality(study: Study, one: EvaluatedModel) -> dict[str, Loader]:
-    """Measure every variant of a model; return the converted ones, by their label."""
-    converted: dict[str, Loader] = {}
+    """Measure every variant of a model; return a loader of the last one with linear attention of each label."""
+    linear: dict[str, Loader] = {}
     rows = [row for row in variants_of(one, study) if row]
     of_linear = [*one.inputs.measurements, *(() if one.task else of_mechanisms(one))]
     task = f"{one.task}: " if one.task else ""
@@ -170,7 +171,7 @@ def measure_quality(study: Study, one: EvaluatedModel) -> dict[str, Loader]:
                 result = records[score.measurement].value(score.metric)
                 texts[score.title] += [] if result is None else [fixed(result, score.digits)]
             if variant.is_linear:
-                converted[label] = variant.load
+                linear[label] = variant.load
         results = ", ".join(f"{title} " + " → ".join(part) for title, part in texts.items())
         study.progress.log(f"{task}{label}: {results}")
-    return converted
+    return linear

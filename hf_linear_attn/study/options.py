@@ -80,7 +80,7 @@ class EvaluationData:
                 raise OptionError(name, text)
 
     @property
-    def source(self) -> DataConfig:
+    def for_model(self) -> DataConfig:
         """What is read for MODEL itself."""
         names = {item.name for item in fields(self)} - {"dataset", "task", "sts"}
         dataset = None if self.dataset == PYTHON_DOCUMENTATION else self.dataset
@@ -104,7 +104,7 @@ class EvaluationData:
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """What is timed, and for how long.
+    """What `evaluate` times, and for how long (`plan` and `convert` have `TimingConfig`).
 
     Raises:
         ValueError: A value is out of range.
@@ -167,7 +167,7 @@ class EvaluateConfig:
     overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
     threads: int | None = option(None, "CPU threads, for all alike (default: torch's)", least=1)
     device: str = option("cpu", "torch device to run on: cpu, cuda, …")
-    seed: int = option(0, "seed of random features, of the order of sequences, of timed inputs", least=0)
+    seed: int = option(0, "seed of the order of sequences, of recall prompts, and of `seeds` by default", least=0)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -181,8 +181,8 @@ class EvaluateConfig:
     def for_model(self) -> EvaluateConfig:
         """Return what concerns MODEL itself."""
         own = self.data.own_task
-        alone = not self.data.other_tasks or own is not None
-        unused: dict[str, Any] = {} if alone else {"folder": None, "metrics": None}
+        only_others = self.data.other_tasks and own is None  # then the folder and the metrics are theirs
+        unused: dict[str, Any] = {"folder": None, "metrics": None} if only_others else {}
         return replace(self, data=replace(self.data, task=(own,) if own else None, **unused), **self._folders(None))
 
     def for_other_task(self, task: str) -> EvaluateConfig:
@@ -287,7 +287,7 @@ class ResolvedOptions(DataSizes):
     lengths: tuple[int, ...]  # to time
     length: int  # of the user's inputs, one of `lengths`
     seconds: float  # to spend on each timed length
-    seeds: tuple[int, ...]  # of everything random; each gives a conversion of its own
+    seeds: tuple[int, ...]  # of transfer and random features; each gives a conversion of its own
     throughput_batch_size: int  # sequences at once where throughput is timed (1: it is not)
     dtype: str  # of the timed models
     backward: bool  # whether to time forward and backward together
@@ -350,13 +350,13 @@ def resolve_options(
         "stride": config.stride or max(context // 2, 1),
     }
     default = QUICK_ATTENTIONS if quick else DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
-    length = config.length or min(limit or 2048, 2048)
+    length = config.length or max(config.speed.lengths or (min(limit or 2048, 2048),))
     usual = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
     shortest = (limit,) if limit is not None and 16 <= limit < 128 else ()
     within = [one for one in usual if config.length is None or one <= config.length]
     return ResolvedOptions(
         **{**vars(sizes), **own},
-        attentions=tuple(dict.fromkeys(config.attention or (() if config.converted else default))),
+        attentions=config.attention or (() if config.converted else default),
         lengths=tuple(sorted({*(config.speed.lengths or (*shortest, *within)), length})),
         length=length,
         seconds=config.speed.seconds or (1.5 if quick else 12.0),

@@ -49,6 +49,7 @@ from ..measure.values import Measure
 from ..mechanisms.softmax import EXACT
 from ..ops.backends import get_backend
 from ..ops.native.backend import unavailable_reason
+from ..ops.triton.backend import installed as triton_installed
 from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, seed_options
 from ..utils.environment import environment
@@ -89,7 +90,10 @@ class ExactModel:
         machine = environment(model.device)
         backend = get_backend()
         if backend == "auto":  # the one that serves kernelized attention where it can; some calls fall back to torch
-            backend = "native" if model.device.type == "cpu" and unavailable_reason() is None else "torch"
+            if model.device.type == "cpu":
+                backend = "native" if unavailable_reason() is None else "torch"
+            else:
+                backend = "triton" if triton_installed() and model.device.type == "cuda" else "torch"
         hardware = {key: machine["hardware"][key] for key in ("device", "cpu", "threads")}
         hardware |= {"dtype": dtype_name(model), "backend": backend}
         return cls(model.eval(), tokenizer, kind, name, weights_fingerprint(model), hardware, machine["versions"])
@@ -288,7 +292,8 @@ def text_inputs(exact: ExactModel, text: Text, sizes: DataSizes, parts: Sequence
     tokens = [text.sha256, *(row["input_ids"] for row in [*train, *test])]  # another tokenizer makes other data
     digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
     inputs = _split(train, test, batches, sizes, text.source, digest)
-    inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)
+    measurements: list[Measurement] = []
+    facts = {**inputs.facts, "rows": rows_text(len(text.train) + len(text.validation), length, causal=causal)}
     split = [text.validation] if len(parts) == 1 else split_halves(text.validation)
     for name, documents in zip(parts, split, strict=True):
         windows = {"context": sizes.context, "stride": sizes.stride} if causal else {}
@@ -296,16 +301,18 @@ def text_inputs(exact: ExactModel, text: Text, sizes: DataSizes, parts: Sequence
             rows = packed_rows(tokenizer, documents, sizes.perplexity_tokens)[:1]
             measure = perplexity_measure(rows, **windows, batch_size=sizes.batch_size, exact=exact.model)
         else:
-            rows = text_rows(tokenizer, documents, length, sizes.test_sequences, causal=False)
+            rows = [row["input_ids"] for row in test]
+            if len(parts) > 1:
+                rows = text_rows(tokenizer, documents, length, sizes.test_sequences, causal=False)
             measure = embedding_measure(exact.model, padded_batches(rows, sizes.batch_size, pad_token(tokenizer)))
-        facts = row_facts(map(len, rows))
-        if facts["tokens"] < 2:
+        measured = row_facts(map(len, rows))
+        if measured["tokens"] < 2:
             raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
-        inputs.facts.setdefault(name, facts)  # `held_out` is known from `_split`
-        conditions = {"data": inputs.hash, "part": name, **facts, **windows}
+        facts.setdefault(name, measured)  # reports describe `held_out` by the rows that the others are drawn from
+        settings = {"data": inputs.hash, "part": name, **measured, **windows}
         measurement = "perplexity" if causal else "sentence_embeddings"
-        inputs.measurements.append((exact.conditions(measurement, settings=conditions), measure))
-    return inputs
+        measurements.append((exact.conditions(measurement, settings=settings), measure))
+    return replace(inputs, facts=facts, measurements=measurements)
 
 
 def task_inputs(exact: ExactModel, data: DataConfig, sizes: DataSizes, parts: Sequence[str] = HELD_OUT) -> Inputs:
@@ -330,9 +337,10 @@ def task_inputs(exact: ExactModel, data: DataConfig, sizes: DataSizes, parts: Se
     source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
     inputs = _split(train, rows, batches, sizes, f"the validation data of {source}", digest)
+    facts, measurements = dict(inputs.facts), list(inputs.measurements)
     for number, name in enumerate(parts):
         sets = labeled if len(parts) == 1 else {"": rows[number :: len(parts)]}
-        inputs.facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
+        facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
         labeled_batches = {suffix: batches(part, labels=True) for suffix, part in sets.items()}
         measure = classification_measure(
             exact.model, labeled_batches, task.metric_names, regression=task.labels is None
@@ -340,10 +348,10 @@ def task_inputs(exact: ExactModel, data: DataConfig, sizes: DataSizes, parts: Se
         conditions = exact.conditions(
             "task",
             task=data.task or Path(str(data.dataset)).name,
-            settings={"data": digest, "part": name, **inputs.facts[name], "metrics": list(task.metric_names)},
+            settings={"data": digest, "part": name, **facts[name], "metrics": list(task.metric_names)},
         )
-        inputs.measurements.append((conditions, measure))
-    return inputs
+        measurements.append((conditions, measure))
+    return replace(inputs, facts=facts, measurements=measurements)
 
 
 def _split(
@@ -354,10 +362,11 @@ def _split(
     source: str,
     digest: str,
 ) -> Inputs:
-    """Split the training rows, draw those for the fidelity, and describe all of them."""
+    """Return the inputs without measurements: rows to train on and validate, in random order, and of the fidelity."""
     if len(train) < 4 or len(test) < 2:
         counts = f"{len(train)} inputs to train on and {len(test)} to measure on"
         raise ValueError(f"{source} gives {counts}; 4 and 2 are needed. Give more data.")
+    train = [*train]
     random.Random(sizes.seed).shuffle(train)
     count = max(1, min(sizes.validation_sequences, len(train) // 4))
     parts = {"train": train[count:], "held_out": test}
@@ -473,8 +482,8 @@ def _prepare(
     text: Text | None = None,
     first: EvaluatedModel | None = None,
 ) -> EvaluatedModel:
-    """Load one model with its data. That of a further task has the mechanisms, seeds and steps of the `first`."""
-    task, data = config.data.own_task, config.data.source
+    """Load one model with its data. That of a further task has the mechanisms of the `first`."""
+    task, data = config.data.own_task, config.data.for_model
     name, kind, model_config = describe_source(source, task, config.data.dataset)
     name = config.name or name
     _check_data(kind, config, name, text)
@@ -488,7 +497,7 @@ def _prepare(
     table, dtype = has_position_table(exact.model), dtype_name(exact.model)
     resolved = resolve_options(config, kind, exact.positions, dtype, table=table)
     if first is not None:
-        resolved = replace(resolved, **{key: getattr(first.resolved, key) for key in ("attentions", "seeds", "steps")})
+        resolved = replace(resolved, attentions=first.resolved.attentions)  # by default those of its kind
         _check_like_first(str(source), task, exact.model, groups, first)
     inputs = read_inputs(exact, text, data, resolved)
     if config.data.sts is not None:

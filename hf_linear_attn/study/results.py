@@ -126,9 +126,9 @@ class Evaluation:
         return sorted(int(length) for length in counts.index[counts == counts.max()])
 
     def nearest_length(self, measurement: str = FORWARD) -> int | None:
-        """Return the timed length that is nearest to the user's own (without one, the longest), or None."""
+        """Return the timed length that is nearest to the user's own, or None."""
         lengths, own = self.lengths(measurement), self.info["settings"]["length"]
-        return min(lengths, key=lambda length: abs(length - (own or lengths[-1])), default=None)
+        return min(lengths, key=lambda length: abs(length - own), default=None)
 
     @property
     def length(self) -> int | None:

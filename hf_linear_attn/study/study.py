@@ -66,7 +66,9 @@ class Conditions:
     task: str = ""  # the labelled task
     length: int | None = None  # tokens of each sequence, where it is one number
     batch_size: int | None = None  # sequences in one call
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the mechanism, or its layers
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the mechanism, or its layers; of times, of all variants
     settings: Mapping[str, Any] = field(default_factory=dict)  # data, training, stride, a checkpoint's fingerprint
     device: Mapping[str, Any] = field(default_factory=dict)  # `device`, `cpu`, `threads`, `dtype`, `backend`
     versions: Mapping[str, Any] = field(default_factory=dict)  # of the packages that compute

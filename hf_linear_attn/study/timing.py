@@ -51,7 +51,7 @@ def measure_speed(study: Study, one: EvaluatedModel) -> list[str]:
         if resolved.throughput_batch_size > 1 and measurement != PREFILL:
             some = lengths_to_show(list(single), resolved.length)
             notes += timed.sweep(measurement, some, resolved.throughput_batch_size, single)[1]
-    if lengths == list(resolved.lengths):  # the model could take all of them
+    if lengths == list(resolved.lengths):  # the note is about those that were really timed
         note = possible_lengths(exact.model, [longest])[1]
     return [*filter(None, [note]), *notes]
 

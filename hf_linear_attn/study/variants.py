@@ -68,16 +68,17 @@ class Variant:
 
         With a status, the rows that are done are reported as its progress.
         """
-        records = {}
+        records, load = {}, cache(self.load)  # a checkpoint is in memory while it is measured, and no longer
         for conditions, measure in measurements:
             stage = f"{status}: {conditions.measurement.replace('_', ' ')}"
             watch = partial(study.progress.status, stage) if status else report_nothing
-            function = partial(self._measured, measure, watch)
+            function = partial(_measured, measure, load, watch)
             records[conditions.measurement] = study.measure(self.of(conditions), function, label=self.label)
         return records
 
-    def _measured(self, measure: Measure, on_batch: OnBatch) -> Values:
-        return measure(self.load(), on_batch)
+
+def _measured(measure: Measure, load: Loader, on_batch: OnBatch) -> Values:
+    return measure(load(), on_batch)
 
 
 def references(model: PreTrainedModel) -> list[Variant]:
@@ -98,7 +99,7 @@ def variants_of(one: EvaluatedModel, study: Study) -> Iterator[list[Variant]]:
             yield mechanism_stages(one, study, name, seed)
     for group in one.groups:
         for folder, fingerprint in group.folders.items():
-            load = cache(partial(load_checkpoint_of, one.exact.kind, folder, one.exact.model.device))
+            load = partial(load_checkpoint_of, one.exact.kind, folder, one.exact.model.device)
             yield [Variant(group.label, group.attention, load, group.state, settings={"checkpoint": fingerprint})]
 
 
@@ -108,20 +109,23 @@ def mechanism_stages(one: EvaluatedModel, study: Study, name: str, seed: int) ->
     Each loads a model of its own. There is nothing if a seed changes nothing.
     """
     entry, resolved, inputs, exact = ATTENTIONS.get(name), one.resolved, one.inputs, one.exact
-    trains, options = entry.learned and resolved.steps > 0, seed_options(entry, seed)
+    learns, options = entry.learned, seed_options(entry, seed)
+    trains = learns and resolved.steps > 0
     if not trains and not options and seed != resolved.seeds[0]:
         return []
     transfer = {key: getattr(resolved, key) for key in TRANSFER_OPTIONS}
     transfer |= {"data": inputs.hash, "order": resolved.seed}
-    rows = {key: item for key, item in transfer.items() if key not in ("steps", "evaluations")}
+    calibration = {key: item for key, item in transfer.items() if key not in ("steps", "evaluations")}
 
     def calibrated() -> PreTrainedModel:
         model = patch_model(shared_copy(exact.model), name, **options)
-        if trains:
+        if learns:
             calibrate_untrained(model, inputs.train)
         return model
 
     untrained = Variant(name, name, cache(calibrated), "untrained", seed if trains or options else None, options)
+    if learns:
+        untrained = replace(untrained, settings={"calibration": calibration})
     if not trains:
         return [untrained]
     after = replace(untrained, state="transferred", settings={"transfer": transfer})
@@ -133,7 +137,7 @@ def mechanism_stages(one: EvaluatedModel, study: Study, name: str, seed: int) ->
         model.load_state_dict(saved_tensors(untrained.load(), is_learned), strict=False)
         return transferred(one, study, model, conditions)
 
-    return [replace(untrained, settings={"calibration": rows}), replace(after, load=cache(trained))]
+    return [untrained, replace(after, load=cache(trained))]
 
 
 def transferred(one: PreparedModel, study: Study, model: PreTrainedModel, conditions: Conditions) -> PreTrainedModel:

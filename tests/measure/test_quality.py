@@ -127,6 +127,11 @@ def test_the_difference_from_the_exact_model_is_paired(model: GPT2LMHeadModel) -
     expected = float((own * losses[0] - exact * losses[1]).std(correction=0)) / 12**0.5
     assert result.difference_stderr == pytest.approx(expected, rel=1e-4)
     assert measure_perplexity(model, documents, **windows, exact=model).difference_stderr == 0.0
+    calls: list[int] = []
+    with_hook = model.register_forward_hook(lambda *_: calls.append(1))
+    measure_perplexity(model, documents, **windows, batch_size=12, exact=model)
+    with_hook.remove()
+    assert len(calls) == 1
 
 
 def test_one_window_or_row_has_no_standard_error(model: GPT2LMHeadModel) -> None:

@@ -557,6 +557,15 @@ def test_options_of_each_task() -> None:
     assert [one.converted for one in configs] == [("c", "x=y"), ("d",), None]
 
 
+def test_an_untrained_mechanism_is_calibrated_with_or_without_a_transfer() -> None:
+    model, documents = tiny_model("gpt2"), sample_text().splitlines()
+    options: dict[str, Any] = {**SMALL, "attention": ["vq"], "tokenizer": tiny_tokenizer(), "timing": False}
+    without, with_transfer = (evaluate(model, documents, **{**options, "steps": steps}) for steps in (0, 1))
+    scores = [one.select("perplexity", "loss", label="vq", state="untrained") for one in (without, with_transfer)]
+    assert [len(rows) for rows in scores] == [1, 1]
+    assert scores[0]["value"].item() == scores[1]["value"].item()
+
+
 def test_options_fit_the_model() -> None:
     """A decoder with 74 positions: sequences within them, lengths that begin there."""
     from hf_linear_attn.study.options import resolve_options
@@ -568,6 +577,8 @@ def test_options_fit_the_model() -> None:
     assert quick.lengths[0] == full.lengths[0] == quick.length == 74
     assert quick.steps < full.steps
     assert (quick.attentions, full.attentions) == (QUICK_ATTENTIONS, DECODER_ATTENTIONS)
+    own = EvaluateConfig(speed=SpeedConfig(lengths=(16, 32)))
+    assert resolve_options(own, "decoder", 74, "float32", table=True).lengths == (16, 32)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
