@@ -1,5 +1,6 @@
 """Losses of fine-tuning, distillation, attention transfer and the choices of heads and parts."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -82,12 +83,7 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def embedding_loss(embeddings: Tensor, expected: Tensor) -> Tensor:
     """Return `Σ (1 - cos(e, e'))` over N embeddings `[N, D]` and those that are expected."""
-    return _embedding_losses(embeddings, expected).sum()
-
-
-def _embedding_losses(embeddings: Tensor, expected: Tensor) -> Tensor:
-    """Return the loss of each embedding, `[N]`."""
-    return 1 - functional.cosine_similarity(embeddings.float(), expected.float(), dim=-1)
+    return (1 - functional.cosine_similarity(embeddings.float(), expected.float(), dim=-1)).sum()
 
 
 def row_losses(
@@ -154,8 +150,22 @@ def model_losses(
     """
     if exact is None:
         return _next_token_losses(outputs.logits, inputs)
-    mask = "decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask"
-    return _output_divergences(outputs, exact, inputs.get(mask), problem_type)
+    mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
+    if "logits" not in outputs:
+        if "last_hidden_state" not in outputs:
+            raise NotImplementedError(f"{type(outputs).__name__} has neither logits nor last_hidden_state to compare.")
+        own, expected = (mean_pooling(part.last_hidden_state, mask) for part in (outputs, exact))
+        return 1 - functional.cosine_similarity(own, expected, dim=-1)
+    output, target = outputs.logits, exact.logits
+    if output.dim() == 3:
+        real = (torch.ones_like(output[..., 0]) if mask is None else mask).bool()
+        output, target = output[real], target[real]
+    if problem_type == "multi_label_classification":
+        output, target = (torch.stack([torch.zeros_like(part), part], dim=-1) for part in (output, target))
+    else:
+        dim = -1 if problem_type == "regression" else -2
+        output, target = output.unsqueeze(dim), target.unsqueeze(dim)
+    return _logits_losses(output, target, 1.0).sum(-1)
 
 
 def _next_token_losses(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -165,30 +175,8 @@ def _next_token_losses(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         real = inputs["attention_mask"].bool()
         labels = labels.masked_fill(~(real[:, :-1] & real[:, 1:]), IGNORED)  # What precedes it may be padding, too.
     labels = labels.flatten()
-    losses = functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="none"
-    )
+    losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, reduction="none")
     return losses[labels != IGNORED]
-
-
-def _output_divergences(outputs: Any, exact: Any, attention_mask: Tensor | None, problem_type: str | None) -> Tensor:
-    """Return the divergence of each output from the exact one: of rows, real tokens or embeddings."""
-    if "logits" not in outputs:
-        if "last_hidden_state" not in outputs:
-            raise NotImplementedError(f"{type(outputs).__name__} has neither logits nor last_hidden_state to compare.")
-        output, target = (mean_pooling(part.last_hidden_state, attention_mask) for part in (outputs, exact))
-        return _embedding_losses(output, target)
-    output, target = outputs.logits, exact.logits
-    if output.dim() == 3:
-        ones = torch.ones_like(output[..., 0], dtype=torch.bool)
-        real = ones if attention_mask is None else attention_mask.bool()
-        output, target = output[real], target[real]
-    if problem_type == "multi_label_classification":
-        output, target = (torch.stack([torch.zeros_like(part), part], dim=-1) for part in (output, target))
-    else:
-        dim = -1 if problem_type == "regression" else -2
-        output, target = output.unsqueeze(dim), target.unsqueeze(dim)
-    return _logits_losses(output, target, 1.0).sum(-1)
 
 
 def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
@@ -215,7 +203,7 @@ def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_
     return torch.stack(errors).mean(0)
 
 
-def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None) -> Tensor:
+def attention_weights_loss(call: AttentionCall, rows: Tensor) -> Tensor:
     """Return `KL(p_i ‖ w_i) = Σ_j p_ij log(p_ij / w_ij)`, averaged over heads and queries i.
 
     p are the exact attention weights, w those that the mechanism implies (Zhang et al. 2024, arXiv:2402.04347).
@@ -225,12 +213,10 @@ def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None) -> T
 
     Args:
         call: A call of a layer's attention, with exact outputs.
-        rows: `[B, H, L]`, true for the queries i that count; None for those that are real tokens.
+        rows: `[B, H, L]`, true for the queries i that count.
     """
     with torch.no_grad():
-        exact = call.exact_weights()
-        rows = call.real_queries() if rows is None else rows
-        outside = call.outside()
+        exact, outside = call.exact_weights(), call.outside()
     weights = call.linear_weights()
     loss = _mean_divergence(exact, weights, rows)
     if outside is None:
@@ -246,7 +232,7 @@ def attention_outputs_loss(call: AttentionCall, rows: Tensor | None = None, norm
     """Return `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²` over heads and queries i, for exact outputs o and the mechanism's ô.
 
     Args:
-        call, rows: As for `attention_weights_loss`.
+        call, rows: As for `attention_weights_loss`; by default all rows that are real tokens.
         norm: What to divide by; None for `Σ ‖o_i‖²`.
     """
     rows = call.real_queries() if rows is None else rows
@@ -278,40 +264,30 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
             `SAMPLED_QUERIES` queries of a long row, spread over it and drawn from this seed: in expectation over seeds,
             loss and gradients are those of all queries. None takes all.
     """
-    mechanism = call.mechanism
-    full = call.query.shape[2] == call.key.shape[2]
-    separable = mechanism.separable_queries and full
+    mechanism, queries, length = call.mechanism, call.real_queries(), call.query.shape[2]
+    full = length == call.key.shape[2]
+    sampled = mechanism.separable_queries and full
     if kind == "auto":
-        kind = mechanism.transfer_loss if mechanism.distribution and separable else "outputs"
-    total, queries = torch.zeros((), device=call.query.device), call.real_queries()
-    everything = [(0, call.query.shape[2], 1)]
+        kind = mechanism.transfer_loss if mechanism.distribution and sampled else "outputs"
+    loss: Callable[..., Tensor] = attention_weights_loss
     if kind == "outputs":
         sampled = mechanism.sampled_outputs and full and (call.padding is None or call.padding.dim() == 2)
-        norm = _squared_norm(call.output.detach().float(), queries)
-        for start, stop, factor in query_ranges(call, seed) if sampled else everything:
-            block, rows = query_block(call, slice(None), start, stop), queries[:, :, start:stop]
-            total = total + _evaluate(partial(attention_outputs_loss, block, rows, norm), backward, factor)
-        return total
-    count = queries.sum().clamp_min(1)
-    ranges = query_ranges(call, seed) if separable else everything
-    longest = max(stop - start for start, stop, _ in ranges)
-    size = max(1, BLOCK_ENTRIES // (call.query.shape[1] * longest * call.key.shape[2]))
-    for row in range(0, len(queries), size):
-        for start, stop, factor in ranges:
-            index = slice(row, row + size)
-            block, rows = query_block(call, index, start, stop), queries[index, :, start:stop]
-            share = factor * rows.sum() / count
-            total = total + _evaluate(partial(attention_weights_loss, block, rows), backward, share)
+        loss = partial(attention_outputs_loss, norm=_squared_norm(call.output.detach().float(), queries))
+    ranges = query_ranges(call, seed) if sampled else [(0, length, 1)]
+    size, count = len(queries), queries.sum().clamp_min(1)
+    if kind != "outputs":
+        longest = max(stop - start for start, stop, _ in ranges)
+        size = max(1, BLOCK_ENTRIES // (call.query.shape[1] * longest * call.key.shape[2]))
+    total = torch.zeros((), device=call.query.device)
+    for row, (start, stop, factor) in itertools.product(range(0, len(queries), size), ranges):
+        index = slice(row, row + size)
+        block, rows = query_block(call, index, start, stop), queries[index, :, start:stop]
+        with torch.set_grad_enabled(backward):
+            part = loss(block, rows) * (factor if kind == "outputs" else factor * rows.sum() / count)
+            if backward:  # The graph of the block is freed at once.
+                part.backward()
+        total = total + part.detach()
     return total
-
-
-def _evaluate(loss: Callable[[], Tensor], backward: bool, share: Tensor | float) -> Tensor:
-    """Return a share of the value of a loss. Its graph is differentiated and freed at once."""
-    with torch.set_grad_enabled(backward):
-        value = share * loss()
-        if backward:
-            value.backward()
-    return value.detach()
 
 
 def query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int, int]]:
