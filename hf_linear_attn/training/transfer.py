@@ -68,7 +68,7 @@ class TransferResult:
     def __repr__(self) -> str:
         rate = f", {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
         lines = [f"attention transfer: {self.steps} steps, {self.tokens:,} tokens, {self.seconds:.1f} s{rate}"]
-        lines += [f"{name:<{NAME_WIDTH}}  {value}" for name, value in self._rows()]
+        lines += [f"{name:<34}  {value}" for name, value in self._rows()]  # the longest name has 34 characters
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -83,9 +83,6 @@ class TransferResult:
             (_, first), best = self.evaluations[0], dict(self.evaluations)[self.best_step or 0]
             rows.append(("validation loss, before and best", f"{first:.4g} → {best:.4g} (step {self.best_step})"))
         return rows
-
-
-NAME_WIDTH = len("training loss, first and last step")
 
 
 def transfer_attention(
@@ -210,31 +207,28 @@ class _LoopOptions:
         check_options(self)
 
 
+@dataclass
 class _Run:
     """The loop of an attention transfer."""
 
-    def __init__(
-        self,
-        objective: "AttentionTransferLoss",
-        stream: "_Stream",
-        held_out: list[Batch],
-        options: _LoopOptions,
-        accelerator: Accelerator | None,
-        progress: ProgressFunction | None,
-        log: LogFunction | None,
-    ) -> None:
-        self.objective, self.stream, self.held_out, self.options = objective, stream, held_out, options
-        self.accelerator, self.progress, self.log = accelerator, progress, log
-        self.parameters = objective.parameters
-        self.optimizer = objective.optimizer(options.learning_rate)
+    objective: "AttentionTransferLoss"
+    stream: "_Stream"
+    held_out: list[Batch]
+    options: _LoopOptions
+    accelerator: Accelerator | None
+    progress: ProgressFunction | None
+    log: LogFunction | None
+
+    def __post_init__(self) -> None:
+        self.parameters = self.objective.parameters
+        self.optimizer = self.objective.optimizer(self.options.learning_rate)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.result = TransferResult()
-        self.best: list[Tensor] = []
+        self.result, self.best = TransferResult(), list[Tensor]()
         distributed = torch.distributed.is_initialized()
         self.is_main_process = not distributed or torch.distributed.get_rank() == 0
         #: What a run must have in common with the one that it goes on with.
         self.conditions = {
-            **{name: value for name, value in vars(options).items() if name != "save_steps"},
+            **{name: value for name, value in vars(self.options).items() if name != "save_steps"},
             "processes": torch.distributed.get_world_size() if distributed else 1,
             "shapes": [list(parameter.shape) for parameter in self.parameters],
         }
@@ -274,7 +268,11 @@ class _Run:
         losses = torch.stack([self._loss(batch, result.steps) for batch in batches])
         value = float(losses.mean())
         check_finite_loss(value, result.steps, self.rates[0], "Lower learning_rate")
-        average_gradients(self.parameters, len(losses))
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _average(parameter.grad)
+            parameter.grad /= len(losses)
         largest = options.max_grad_norm * losses.shape[1] or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, largest)
         self.optimizer.step()
@@ -284,19 +282,17 @@ class _Run:
         self._log(loss=value, grad_norm=float(norm), learning_rate=factor * self.rates[0])
 
     def _loss(self, batch: Batch, step: int | None = None) -> Tensor:
-        before = self.objective.tokens
         with autocast(self.accelerator):
             losses = self.objective(batch, step)
-        self.result.tokens += self.objective.tokens - before
+        self.result.tokens += self.objective.tokens
         return losses
 
     def _evaluate(self) -> None:
         """Evaluate on the validation batches, each by its tokens; keep the parameters if they are the best so far."""
         result, total = self.result, torch.zeros(2, dtype=torch.float64, device=self.parameters[0].device)
         for batch in self.held_out:
-            before = self.objective.tokens
-            loss, tokens = self._loss(batch).double().mean(), self.objective.tokens - before
-            total += torch.stack([loss * tokens, torch.full_like(loss, tokens)])
+            loss = self._loss(batch).double().mean()
+            total += torch.stack([loss, torch.ones_like(loss)]) * self.objective.tokens
         summed, count = _average(total).tolist()
         score = summed / count
         remedy = "Look for NaN in validation and weights, or lower learning_rate"
@@ -312,9 +308,8 @@ class _Run:
             self.log({"step": self.result.steps, **values})
 
     def _is_out_of_patience(self) -> bool:
-        patience, best = self.options.patience, self.result.best_step
-        since = sum(step > (best or 0) for step, _ in self.result.evaluations)
-        return patience is not None and best is not None and since >= patience
+        patience, best = self.options.patience, self.result.best_step or 0
+        return patience is not None and sum(step > best for step, _ in self.result.evaluations) >= patience
 
     def _save_if_due(self, checkpoint: Path, watch: SignalWatch) -> None:
         step, steps, every = self.result.steps, self.options.max_steps, self.options.save_steps
@@ -370,8 +365,8 @@ class _Run:
 class AttentionTransferLoss:
     """The losses of all layers of a patched model, from one forward pass with exact attention.
 
-    A model that is sharded must be called as a whole (`whole_model`), with its head. `tokens` counts the real tokens
-    seen so far.
+    A model that is sharded must be called as a whole (`whole_model`), with its head. `tokens` are the real tokens of
+    the last batch.
 
     Raises:
         ValueError: The model is not patched, or none of its mechanisms has anything to learn.
@@ -409,7 +404,6 @@ class AttentionTransferLoss:
 
         Types, flags and the mode of the model are restored at the end, the parameters after a FloatingPointError.
         """
-        dtypes = [parameter.dtype for parameter in self.parameters]
         initial = [parameter.detach().clone() for parameter in self.parameters]
         with frozen(self.model):
             try:
@@ -422,8 +416,8 @@ class AttentionTransferLoss:
                 raise
             finally:
                 reshard(self.model)
-                for parameter, dtype in zip(self.parameters, dtypes, strict=True):
-                    parameter.grad, parameter.data = None, parameter.data.to(dtype)
+                for parameter, value in zip(self.parameters, initial, strict=True):
+                    parameter.grad, parameter.data = None, parameter.data.to(value.dtype)
 
     def __call__(self, batch: Batch, step: int | None = None) -> Tensor:
         """Return the loss of each layer, `[layers]`, and with a step (from 1) add gradients to the learned parts.
@@ -436,11 +430,10 @@ class AttentionTransferLoss:
         def observe(call: AttentionCall) -> None:
             # Every step draws other queries in each layer. An evaluation draws the same ones every time.
             seed = (step or 0) * MAX_LAYERS + len(losses)
-            training = step is not None
             if not losses:
-                self.tokens += int(call.real_queries()[:, 0].sum())
+                self.tokens = int(call.real_queries()[:, 0].sum())
             with torch.autocast(call.query.device.type, enabled=False):  # half precision is for the model
-                losses.append(layer_loss(call, self.kind, backward=training, seed=seed))
+                losses.append(layer_loss(call, self.kind, backward=step is not None, seed=seed))
 
         with observe_attention(self.model, observe), torch.no_grad():
             self.backbone(**inputs)
@@ -461,15 +454,6 @@ def _average(tensor: Tensor) -> Tensor:
         torch.distributed.all_reduce(tensor)
         tensor /= torch.distributed.get_world_size()
     return tensor
-
-
-def average_gradients(parameters: Iterable[nn.Parameter], batches: int = 1) -> None:
-    """Average the gradients of replicated parameters over accumulated batches and over processes, in place."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        _average(parameter.grad)
-        parameter.grad /= batches
 
 
 def _own_parameters(module: Any) -> list[nn.Parameter]:
@@ -531,7 +515,10 @@ class _Stream(Iterator[Batch]):
 
     def _repeat(self, epoch: int, start: int) -> Iterator[Batch]:
         while True:
-            self._set_epoch(epoch)
+            parts: list[Any] = [getattr(self.batches, name, None) for name in ("sampler", "collate_fn")]
+            for part in (self.batches, *parts):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
             count, useful = start, start
             for batch in self._skip(start):
                 count += 1
@@ -551,8 +538,3 @@ class _Stream(Iterator[Batch]):
         if count and isinstance(self.batches, DataLoader):
             return skip_first_batches(self.batches, count)  # does not make the batches that it skips
         return itertools.islice(self.batches, count, None)
-
-    def _set_epoch(self, epoch: int) -> None:
-        for part in (self.batches, *(getattr(self.batches, name, None) for name in ("sampler", "collate_fn"))):
-            if part is not None and hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
