@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -136,18 +137,11 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
         longest = longest_input(model) or max(batch["input_ids"].shape[1] for batch in rows)
         max_length = max_length or min(longest, CALIBRATION_LENGTH)
         moved = _spread_positions(rows, max_length)
-        _observe(backbone, _same_tokens_later(rows[0]), fitted, _Layer.collect_rotated)
-        for layer in fitted.values():
-            layer.damp_rotation(model, max_length)
-    _observe(backbone, moved, fitted, _Layer.collect_keys)
-    for layer in fitted.values():
-        layer.fit_keys()
-    _observe(backbone, moved, fitted, _Layer.count_codes)
-    for layer in fitted.values():
-        layer.weigh_codes()
-    _observe(backbone, rows, mixed, _Layer.count_outside)
-    for layer in mixed.values():
-        layer.mix()
+        damp = partial(_Layer.damp_rotation, model=model, max_length=max_length)
+        _observe(backbone, _same_tokens_later(rows[0]), fitted, _Layer.collect_rotated, damp)
+    _observe(backbone, moved, fitted, _Layer.collect_keys, _Layer.fit_keys)
+    _observe(backbone, moved, fitted, _Layer.count_codes, _Layer.weigh_codes)
+    _observe(backbone, rows, mixed, _Layer.count_outside, _Layer.mix)
     table = [row for layer in layers.values() for row in layer.rows()]
     if torch.distributed.is_initialized():
         for layer in layers.values():
@@ -217,9 +211,13 @@ def _same_tokens_later(batch: Batch) -> list[Batch]:
 
 
 def _observe(
-    model: Any, batches: list[Batch], layers: Mapping[int, _Layer], count: Callable[[_Layer, AttentionCall], None]
+    model: Any,
+    batches: list[Batch],
+    layers: Mapping[int, _Layer],
+    count: Callable[[_Layer, AttentionCall], None],
+    finish: Callable[[_Layer], None],
 ) -> None:
-    """Run the model exactly, and let some layers, by the ids of their modules, count their calls."""
+    """Run the model exactly; let some layers, by the ids of their modules, count their calls, and then finish."""
     if not layers:
         return
 
@@ -230,6 +228,8 @@ def _observe(
     with evaluation_mode(model), observe_attention(model, observer):
         for batch in batches:
             model(**model_inputs(model, batch))
+    for layer in layers.values():
+        finish(layer)
 
 
 class _Layer:
@@ -297,9 +297,9 @@ class _Layer:
             self.queries.append(query[:, queries].float().reshape(len(key), -1, query.shape[-1]))
 
     def fit_keys(self) -> None:
-        keys, queries = (torch.cat(parts, dim=1) if parts else torch.empty(0, 0) for parts in (self.keys, self.queries))
-        self.keys, self.queries = [], []
-        if keys.shape[1]:
+        if any(keys.numel() for keys in self.keys):
+            keys, queries = (torch.cat(parts, dim=1) for parts in (self.keys, self.queries))
+            self.keys, self.queries = [], []
             self.map.fit(keys[:, :: -(-keys.shape[1] // FITTED_KEYS)], queries, self.damping)
 
     def count_codes(self, call: AttentionCall) -> None:
@@ -335,13 +335,11 @@ class _Layer:
 
         This is a convex problem, and at its solution each code gets as much attention as its keys have.
         """
-        if not self.codes:
+        count = sum(exact.shape[1] for exact, *_ in self.codes)
+        if not count:
             return
-        exact, implied, inside = (torch.cat(parts, dim=1) for parts in zip(*self.codes, strict=True))
-        if not exact.shape[1]:
-            return
-        every = -(-exact.shape[1] // COUNTED_QUERIES)
-        exact, implied, inside = exact[:, ::every], implied[:, ::every], inside[:, ::every]
+        every = -(-count // COUNTED_QUERIES)
+        exact, implied, inside = (torch.cat(parts, dim=1)[:, ::every] for parts in zip(*self.codes, strict=True))
         bias, expected = torch.zeros_like(exact[:, 0], requires_grad=True), exact.mean(dim=1)
         optimizer = torch.optim.LBFGS([bias], max_iter=BIAS_STEPS, line_search_fn="strong_wolfe")
 

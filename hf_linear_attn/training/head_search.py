@@ -227,12 +227,11 @@ def find_exact_heads(
         raise ValueError(f"retrieval_share must lie in 0 to 1, got {retrieval_share}.")
     causal = all(layer.causal for layer in self_attention(model))
     batches = _text_batches(model, tokenizer, text, length, causal=causal)
-    probed = None
+    probed, chosen = None, dict[int, tuple[int, ...]]()
     if tokenizer is not None and causal and retrieval_share:
         tokens = _probe_length(model, batches) if length is None else length
         probed = find_retrieval_heads(model, tokenizer, share=share, length=tokens, seed=seed).table
-    first = 0 if probed is None else round(retrieval_share * int(probed["chosen"].sum()))
-    chosen = {} if probed is None else _heads_by_layer(probed[:first])
+        chosen = _heads_by_layer(probed[: round(retrieval_share * int(probed["chosen"].sum()))])
     options |= seed_options(ATTENTIONS.get(attention), seed)
     gated = patch_model(shared_copy(model).eval(), attention, **options)
     limit = exact_length(gated)

@@ -3,7 +3,7 @@
 Options of the stages are called as in `transformers.TrainingArguments` where they mean the same.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from ..config import DEFAULT_ATTENTION
@@ -241,9 +241,8 @@ BUDGET_TRAINING: dict[str, tuple[TransferConfig, DistillConfig]] = {
 
 def _filled_in(section: Any, training: Any) -> Any:
     """Return the user's section, with the options of a training where it has its defaults; epochs replace steps."""
-    default = type(section)()
-    values = {field.name: getattr(section, field.name) for field in fields(section)}
-    changed = {name: value for name, value in values.items() if value != getattr(default, name)}
+    default = vars(type(section)())
+    changed = {name: value for name, value in vars(section).items() if value != default[name]}
     if "num_train_epochs" in changed:
         training = replace(training, max_steps=None)
     return replace(training, **changed)

@@ -1,8 +1,7 @@
 """What the linear part of each layer is worth to the model, and closing those that do harm."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -93,9 +92,15 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
 
         @cache
         def losses_with(opened: frozenset[int]) -> Tensor:
-            with _only(opened, weights):
+            closed = {layer: log_mix.clone() for layer, log_mix in weights.items() if layer not in opened}
+            try:
+                for layer in closed:
+                    weights[layer].fill_(CLOSED_MIX)
                 pairs = zip(inputs, exact, strict=True)
                 return torch.cat([model_losses(model(**batch), batch, one, kind).double() for batch, one in pairs])
+            finally:
+                for layer, log_mix in closed.items():
+                    weights[layer].copy_(log_mix)
 
         def excess(opened: frozenset[int], other: frozenset[int]) -> tuple[float, float]:
             """Return by how much the loss is above another one, and the standard error of the difference."""
@@ -121,18 +126,4 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
         if layer not in opened:
             log_mix.fill_(CLOSED_MIX)
     rows = [(layer, *value, layer in opened) for layer, value in worth.items()]
-    table = pd.DataFrame(rows, columns=COLUMNS)
-    return LinearParts(table, losses)
-
-
-@contextmanager
-def _only(opened: frozenset[int], weights: Mapping[int, Tensor]) -> Iterator[None]:
-    """Context manager in which the log mixing weights of all other layers close their parts."""
-    before = {layer: log_mix.clone() for layer, log_mix in weights.items() if layer not in opened}
-    try:
-        for layer in before:
-            weights[layer].fill_(CLOSED_MIX)
-        yield
-    finally:
-        for layer, log_mix in before.items():
-            weights[layer].copy_(log_mix)
+    return LinearParts(pd.DataFrame(rows, columns=COLUMNS), losses)
