@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -29,6 +29,9 @@ from .options import DistillConfig, StageConfig, check_loss_weights
 from .resumable import ResumableTrainer
 from .sharding import autocast, shard_frozen_model
 from .transfer import check_finite_loss
+
+LossTerms = tuple[dict[str, Tensor], dict[str, float], Any]
+"""The terms of a loss, each summed over the targets of a batch; the weight of each; and the model's outputs."""
 
 
 def _as_in(section: Any, name: str) -> Any:
@@ -169,9 +172,13 @@ class FinetuningTrainer(ResumableTrainer):
         has_head = type(base).__name__ not in MODEL_MAPPING_NAMES.values()
         self._task_loss = losses.task_loss if has_head else losses.embedding_loss
         self._loss_parts: dict[str, Tensor] = {}
+        self._step_of_loss_parts = 0  # after which these were added
         self._evaluation_totals: list[Tensor] = []
-        self._last_logged_step = 0
-        self.add_callback(_LossPartsCallback(self))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `ResumableTrainer` does."""
+        self._loss_parts.clear()
+        return super().train(*args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -179,12 +186,10 @@ class FinetuningTrainer(ResumableTrainer):
         """Return the loss of one batch as its share of the loss over all targets of the step (see `Trainer`)."""
         labels, training = inputs.get("labels"), torch.is_grad_enabled()
         self.loss_is_scaled_for_ga = labels is not None
+        if labels is None and self.needs_labels:
+            raise ValueError(f"The batch has no labels: {type(self).__name__} needs them. Add a column 'labels'.")
         with without_dropout(self.model) if training and self.args.disable_dropout else nullcontext():
             if labels is None:
-                if self.needs_labels:
-                    raise ValueError(
-                        f"The batch has no labels: {type(self).__name__} needs them. Add a column 'labels'."
-                    )
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             parts, weights, outputs = self.loss_terms(model, inputs, labels)
         targets = losses.count_targets(labels, self._loss_shifts_labels).sum()
@@ -206,19 +211,15 @@ class FinetuningTrainer(ResumableTrainer):
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             scale *= self.accelerator.num_processes // self.get_tp_size()  # gradients are averaged over processes
         if training and len(parts) > 1:
+            if not self._loss_parts:
+                self._step_of_loss_parts = self.state.global_step
             for name, part in parts.items():
                 self._loss_parts[name] = self._loss_parts.get(name, 0.0) + part.detach().float() * scale
         loss = loss * scale
         return (loss, outputs) if return_outputs else loss
 
-    def loss_terms(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, float], Any]:
-        """Compute the terms of the loss of one batch: of a step of training where gradients are on.
-
-        Returns:
-            The terms, each summed over the targets of the batch; the weight of each; and the model's outputs.
-        """
+    def loss_terms(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> LossTerms:
+        """Compute the terms of the loss of one batch: of a step of training where gradients are on."""
         outputs = model(**self._forward_arguments(inputs))
         predictions = self._predictions(outputs, inputs)
         loss = self._task_loss(*losses.select_targets(predictions, labels, self._loss_shifts_labels))
@@ -246,12 +247,11 @@ class FinetuningTrainer(ResumableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the terms of the loss beside it, averaged over steps and processes."""
         if "loss" in logs and self._loss_parts:
-            steps = max(self.state.global_step - self._last_logged_step, 1)
+            steps = max(self.state.global_step - self._step_of_loss_parts, 1)
             values = torch.stack([part.reshape(()) for part in self._loss_parts.values()])
             means = (self.accelerator.reduce(values, "mean") / steps).tolist()
             logs.update({f"{name}_loss": value for name, value in zip(self._loss_parts, means, strict=True)})
             self._loss_parts.clear()
-            self._last_logged_step = self.state.global_step
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -301,17 +301,6 @@ class FinetuningTrainer(ResumableTrainer):
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
             optimizer.add_param_group({"params": learned, "lr": self.args.learned_lr, "weight_decay": 0.0})
         return optimizer
-
-
-class _LossPartsCallback(TrainerCallback):
-    """Begins the averages of the terms of a loss anew."""
-
-    def __init__(self, trainer: FinetuningTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._last_logged_step = state.global_step
-        self.trainer._loss_parts.clear()
 
 
 class DistillationTrainer(FinetuningTrainer):
@@ -386,9 +375,7 @@ class DistillationTrainer(FinetuningTrainer):
                 "adapters. Freeze them (bias='none' in LoRA), train them by modules_to_save, or pass teacher_model."
             )
 
-    def loss_terms(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, float], Any]:
+    def loss_terms(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> LossTerms:
         """Compute the terms of the loss of one batch: `task`, `logits` and `hidden`."""
         config, shift = self.args, self._loss_shifts_labels
         if not torch.is_grad_enabled():
