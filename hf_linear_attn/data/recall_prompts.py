@@ -227,6 +227,9 @@ def _distinct(make: Callable[[random.Random], str], rng: random.Random) -> Itera
 
 # ---------- tasks
 
+PromptFunction = Callable[[PromptMaker, random.Random, int, Sequence[float]], list[Prompt]]
+"""`task(maker, rng, length, depths)` makes as many prompts as there are depths."""
+
 
 def _niah(
     maker: PromptMaker,
@@ -266,59 +269,50 @@ def _header(kind: str) -> str:
 
 
 def _question(maker: PromptMaker, what: str, several: bool = False) -> list[int]:
-    if several:
-        question = f"What are all the special magic {what} mentioned in the provided text?"
-        return maker.encode(f"\n{question} The special magic {what} mentioned in the provided text are")
-    question = f"What is the special magic {what} mentioned in the provided text?"
-    return maker.encode(f"\n{question} The special magic {what} mentioned in the provided text is")
+    asks, verb = ("What are all", "are") if several else ("What is", "is")
+    topic = f"special magic {what} mentioned in the provided text"
+    return maker.encode(f"\n{asks} the {topic}? The {topic} {verb}")
 
 
-def _niah_single(
-    maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[float], **options: Any
+def _one_by_one(
+    make: PromptFunction, maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[float]
 ) -> list[Prompt]:
-    """One key in each text."""
-    return [prompt for depth in depths for prompt in _niah(maker, rng, length, [depth], count=1, **options)]
+    """A text of its own for each prompt."""
+    return [prompt for depth in depths for prompt in make(maker, rng, length, [depth])]
 
 
 def _niah_several(
     maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[float], *, one_key: bool
 ) -> list[Prompt]:
-    """One question about four needles: all values of one key, or the values of four keys."""
-    prompts = []
-    for _ in depths:
-        names = list(itertools.islice(_distinct(_word, rng), NEEDLES))
-        keys = names[:1] * NEEDLES if one_key else names
-        needles = [
-            maker.needle(f" One of the special magic numbers for {key} is:", _number(rng), ".", rng.random())
-            for key in keys
-        ]
-        what = keys[0] if one_key else ", ".join(keys[:-1]) + f", and {keys[-1]}"
-        questions = [(_question(maker, f"numbers for {what}", several=True), list(range(NEEDLES)))]
-        prompts += maker.prompts(length, needles, questions, _prose(maker, rng), header=_header("number"))
-    return prompts
+    """One question about four needles at random depths: all values of one key, or the values of four keys."""
+    names = list(itertools.islice(_distinct(_word, rng), NEEDLES))
+    keys = names[:1] * NEEDLES if one_key else names
+    needles = [
+        maker.needle(f" One of the special magic numbers for {key} is:", _number(rng), ".", rng.random())
+        for key in keys
+    ]
+    what = keys[0] if one_key else ", ".join(keys[:-1]) + f", and {keys[-1]}"
+    questions = [(_question(maker, f"numbers for {what}", several=True), list(range(NEEDLES)))]
+    return maker.prompts(length, needles, questions, _prose(maker, rng), header=_header("number"))
 
 
 def _variable_tracking(maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[float]) -> list[Prompt]:
-    """A chain of assignments in noise; the question asks for all variables that have its value."""
-    prompts = []
-    for _ in depths:
-        names = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(HOPS + 1)]
-        start = str(rng.randrange(10**4, 10**5))
-        values = [start, *(f"VAR {name}" for name in names)]
-        at = sorted(rng.random() for _ in names)
-        needles = [
-            maker.needle(" VAR", name, f" = {value}.", depth)
-            for name, value, depth in zip(names, values, at, strict=False)
-        ]
-        question = (
-            f"\nQuestion: Find all variables that are assigned the value {start} in the text above. Answer: According "
-            "to the chain(s) of variable assignment in the text above, "
-            f"{len(names)} variables are assigned the value {start}, they are:"
-        )
-        header = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
-        questions = [(maker.encode(question), list(range(len(names))))]
-        prompts += maker.prompts(length, needles, questions, _noise(maker, rng), header=header)
-    return prompts
+    """A chain of assignments in noise, at random depths; the question asks for all variables that have its value."""
+    names = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(HOPS + 1)]
+    start = str(rng.randrange(10**4, 10**5))
+    values = [start, *(f"VAR {name}" for name in names)]
+    at = sorted(rng.random() for _ in names)
+    needles = [
+        maker.needle(" VAR", name, f" = {value}.", depth) for name, value, depth in zip(names, values, at, strict=False)
+    ]
+    question = (
+        f"\nQuestion: Find all variables that are assigned the value {start} in the text above. Answer: According "
+        "to the chain(s) of variable assignment in the text above, "
+        f"{len(names)} variables are assigned the value {start}, they are:"
+    )
+    header = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
+    questions = [(maker.encode(question), list(range(len(names))))]
+    return maker.prompts(length, needles, questions, _noise(maker, rng), header=header)
 
 
 def _mqar(maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[float]) -> list[Prompt]:
@@ -330,19 +324,16 @@ def _mqar(maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[
     return maker.prompts(length, needles, [([key], [index]) for index, key in enumerate(keys)], filler, slack=0)
 
 
-PromptFunction = Callable[[PromptMaker, random.Random, int, Sequence[float]], list[Prompt]]
-"""`task(maker, rng, length, depths)` makes as many prompts as there are depths."""
-
 PROMPT_FUNCTIONS: dict[str, PromptFunction] = {
-    "niah_single_1": partial(_niah_single, filler=_noise),
-    "niah_single_2": _niah_single,
-    "niah_single_3": partial(_niah_single, values=_uuid),
+    "niah_single_1": partial(_one_by_one, partial(_niah, count=1, filler=_noise)),
+    "niah_single_2": partial(_one_by_one, partial(_niah, count=1)),
+    "niah_single_3": partial(_one_by_one, partial(_niah, count=1, values=_uuid)),
     "niah_multikey_1": _niah,
     "niah_multikey_2": partial(_niah, filler=None),
     "niah_multikey_3": partial(_niah, filler=None, keys=_uuid, values=_uuid),
-    "niah_multivalue": partial(_niah_several, one_key=True),
-    "niah_multiquery": partial(_niah_several, one_key=False),
-    "vt": _variable_tracking,
+    "niah_multivalue": partial(_one_by_one, partial(_niah_several, one_key=True)),
+    "niah_multiquery": partial(_one_by_one, partial(_niah_several, one_key=False)),
+    "vt": partial(_one_by_one, _variable_tracking),
     "mqar": _mqar,
 }
 
