@@ -437,18 +437,16 @@ def hold_out_validation(splits: DatasetDict, share: float) -> DatasetDict:
 
 def check_columns(splits: DatasetDict, columns: Sequence[str]) -> None:
     """Raise a ValueError with near matches if a column is missing in a split."""
-    for existing in splits.column_names.values():
-        for column in columns:
-            if column not in existing:
-                near, listed = near_matches(column, existing), ", ".join(existing)
-                remedy = "Name yours with --data.text_columns and --data.label_column."
-                raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}. {remedy}")
+    for existing, column in itertools.product(splits.column_names.values(), columns):
+        if column not in existing:
+            near, listed = near_matches(column, existing), ", ".join(existing)
+            remedy = "Name yours with --data.text_columns and --data.label_column."
+            raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}. {remedy}")
 
 
 def check_text(splits: DatasetDict, columns: Sequence[str], source: str) -> None:
-    """Raise a ValueError that names source, row and column where what is trained or measured on is not text."""
-    names = [name for name in splits if name == "train" or name.startswith("validation")]
-    for name, column in itertools.product(names, columns):
+    """Raise a ValueError that names source, row and column where what is in a split is not text."""
+    for name, column in itertools.product(splits, columns):
         is_text = getattr(splits[name].features[column], "dtype", "") in ("string", "large_string")
         tables = splits[name].select_columns([column]).with_format("arrow").iter(CHECKED_ROWS)
         for number, values in enumerate(table[column] for table in tables):

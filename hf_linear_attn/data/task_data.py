@@ -7,7 +7,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,8 +107,7 @@ class TaskData:
 
         `config` is the one that the model was saved with, and `model` what the message calls it.
         """
-        trained = any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
-        if not trained:
+        if not any("ForSequenceClassification" in architecture for architecture in config.architectures or ()):
             return
         if self.labels is None:
             if config.num_labels != 1:
@@ -229,23 +227,18 @@ def _classification(tokenizer: Any, data: DataConfig, max_length: int, seed: int
 
 
 def _language_model(task_type: str, tokenizer: Any, data: DataConfig, length: int, seed: int) -> TaskData:
-    column = document_column(data)
-    collator: Any = collate_blocks
-    encode: Callable[[Any], Encoded]
-    encode = partial(encode_passages, tokenizer=tokenizer, text_column=column, max_length=length)
-    if task_type == "causal-lm":
-        encode = partial(encode_blocks, tokenizer=tokenizer, text_column=column, block_length=length)
-    elif task_type == "embedding":
-        collator = DataCollatorWithPadding(tokenizer)
-    elif task_type == "masked-lm":
+    column, causal = document_column(data), task_type == "causal-lm"
+    collator: Any = collate_blocks if causal else DataCollatorWithPadding(tokenizer)
+    if task_type == "masked-lm":
         if tokenizer.mask_token_id is None:
             name = type(tokenizer).__name__
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
     task_data = TaskData(task_type, tokenizer, collator)
     splits = load_splits(data, [column])
-    task_data.rows = rows_text(sum(map(len, splits.values())), length, causal=task_type == "causal-lm")
-    _encode(task_data, splits, data, seed, encode)
+    task_data.rows = rows_text(sum(map(len, splits.values())), length, causal=causal)
+    encode = encode_blocks if causal else encode_passages
+    _encode(task_data, splits, data, seed, lambda rows: encode(rows, tokenizer, column, length))
     return task_data
 
 

@@ -203,8 +203,8 @@ MIN_SCORE, MAX_SCORE = 0.0, 5.0
 class FileLayout:
     """One layout that the files of a task may have."""
 
-    text: Names  # the text columns, or keys of a file of JSON lines
-    label: str  # the label column, likewise
+    text: Names = ()  # the text columns, or keys of a file of JSON lines; empty: called as after loading
+    label: str = "label"  # the label column, likewise
     files: Mapping[str, Names] = field(default_factory=lambda: GLUE_FILES)
     names: Names = ()  # of all columns, where the first line does not name them
     widths: tuple[int, ...] = ()  # numbers of columns that rows may have; empty: as many as have a name
@@ -298,12 +298,13 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any
     """The texts and labels of a file by column. Raises a ValueError that names file and line for a bad row."""
     json_lines = file_suffix(path) == "jsonl"
     table: dict[str, list[Any]] = {name: [] for name in (*task.columns, "label")}
+    columns = dict(zip(task.columns, layout.text or task.columns, strict=True))
     for line, row in json_rows(path) if json_lines else tsv_rows(path, layout.names, layout.widths):
-        missing = [name for name in (*layout.text, layout.label) if name not in row]
+        missing = [name for name in (*columns.values(), layout.label) if name not in row]
         if missing:
             where = location(path, line if json_lines else 1)
             raise ValueError(f"{where}: there is no {', '.join(missing)}; found {', '.join(row)}.")
-        for name, column in zip(task.columns, layout.text, strict=True):
+        for name, column in columns.items():
             if not isinstance(row[column], str) or not row[column].strip():
                 problem = f"column {column!r} has no text: {shortened(row[column])}"
                 raise ValueError(f"{location(path, line)}: {problem}. {REMEDY}")
@@ -343,11 +344,11 @@ def _add(folder: str, columns: Names, labels: Names | None, metrics: Names, *lay
 
 
 # Is the sentence acceptable English? Warstadt et al. 2019, arXiv:1805.12471.
-_cola = FileLayout(("sentence",), "label", names=("source", "label", "mark", "sentence"))
+_cola = FileLayout(names=("source", "label", "mark", "sentence"))
 _add("CoLA", ("sentence",), ("unacceptable", "acceptable"), ("matthews_correlation",), _cola)
 
 # Is the sentence of a film review positive? Socher et al. 2013, Recursive Deep Models for Semantic Compositionality.
-_add("SST-2", ("sentence",), ("negative", "positive"), ("accuracy",), FileLayout(("sentence",), "label"))
+_add("SST-2", ("sentence",), ("negative", "positive"), ("accuracy",), FileLayout())
 
 # Do two sentences of news say the same? Dolan and Brockett 2005, Automatically Constructing a Corpus of Sentential
 # Paraphrases.
@@ -358,35 +359,33 @@ _add("MRPC", _PAIR, ("not_equivalent", "equivalent"), ("accuracy", "f1"), _mrpc)
 # file, year, id, score and two sentences, and in some rows two sources more.
 _sts_files = {"train": ("sts-train.csv",), "validation": ("sts-dev.csv",)}
 _sts_names = ("genre", "file", "year", "id", "score", *_PAIR)
-_sts = FileLayout(_PAIR, "score", _sts_files, names=_sts_names, widths=(7, 9))
-_add("STS-B", _PAIR, None, ("pearson", "spearmanr"), FileLayout(_PAIR, "score"), _sts)
+_sts = FileLayout(label="score", files=_sts_files, names=_sts_names, widths=(7, 9))
+_add("STS-B", _PAIR, None, ("pearson", "spearmanr"), FileLayout(label="score"), _sts)
 
 # Do two questions ask the same? Iyer et al. 2017, First Quora Dataset Release: Question Pairs.
-_questions = ("question1", "question2")
-_qqp = FileLayout(_questions, "is_duplicate")
-_add("QQP", _questions, ("not_duplicate", "duplicate"), ("accuracy", "f1"), _qqp)
+_qqp = FileLayout(label="is_duplicate")
+_add("QQP", ("question1", "question2"), ("not_duplicate", "duplicate"), ("accuracy", "f1"), _qqp)
 
 # Does the premise entail the hypothesis, contradict it, or neither? Williams et al. 2018, arXiv:1704.05426.
 _mnli = FileLayout(_PAIR, "gold_label", {"train": ("train.tsv",), **_MNLI_DEV}, label_names=True)
 _mnli_files = {"train": ("train_subset.tsv",), "validation": ("dev_subset.tsv",)}
-_mnli_subset = FileLayout(_PAIR, "label", _mnli_files, label_names=True)
+_mnli_subset = FileLayout(_PAIR, files=_mnli_files, label_names=True)
 _mnli_labels = ("entailment", "neutral", "contradiction")
 _mnli_splits = {"train": "train", **{name: name for name in _MNLI_DEV}}
 _add("MNLI", ("premise", "hypothesis"), _mnli_labels, ("accuracy",), _mnli, _mnli_subset, splits=_mnli_splits)
 
 # Does the sentence answer the question? Rajpurkar et al. 2016, arXiv:1606.05250; Wang et al. 2019, arXiv:1804.07461.
-_qnli = FileLayout(("question", "sentence"), "label", label_names=True)
-_add("QNLI", ("question", "sentence"), _ENTAILMENT, ("accuracy",), _qnli)
+_add("QNLI", ("question", "sentence"), _ENTAILMENT, ("accuracy",), FileLayout(label_names=True))
 
 # Does the first sentence entail the second? Dagan et al. 2006 to Bentivogli et al. 2009.
-_add("RTE", _PAIR, _ENTAILMENT, ("accuracy",), FileLayout(_PAIR, "label", label_names=True))
+_add("RTE", _PAIR, _ENTAILMENT, ("accuracy",), FileLayout(label_names=True))
 
 # Does the sentence with the pronoun replaced follow from the first? Levesque et al. 2012, The Winograd Schema
 # Challenge.
-_add("WNLI", _PAIR, ("not_entailment", "entailment"), ("accuracy",), FileLayout(_PAIR, "label"))
+_add("WNLI", _PAIR, ("not_entailment", "entailment"), ("accuracy",), FileLayout())
 
 # Is the film review positive? (documents of up to 2,500 words) Maas et al. 2011, Learning Word Vectors for Sentiment
 # Analysis.
-_reviews = FileLayout(("text",), "label", {"train": ("train.jsonl",), "validation": ("test.jsonl",)})
+_reviews = FileLayout(files={"train": ("train.jsonl",), "validation": ("test.jsonl",)})
 _imdb_splits = {"train": "train", "validation": "test"}
 _add("imdb", ("text",), ("neg", "pos"), ("accuracy",), _reviews, hub=("stanfordnlp/imdb", None), splits=_imdb_splits)

@@ -78,11 +78,9 @@ def text_of(documents: Sequence[str], source: str, share: float = VALIDATION_SIZ
 def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
     """Return train and held-out documents: those of `validation_rows`, or, of fewer than ten, the end of the text."""
     if len(documents) >= MIN_DOCUMENTS:
-        chosen = set(validation_rows(len(documents), share))
-        parts: tuple[list[str], list[str]] = ([], [])
-        for index, document in enumerate(documents):
-            parts[index in chosen].append(document)
-        return parts
+        chosen = dict.fromkeys(validation_rows(len(documents), share))  # in order
+        train = [document for index, document in enumerate(documents) if index not in chosen]
+        return train, [documents[index] for index in chosen]
     characters = int(share * sum(map(len, documents)))
     train, validation = list(documents), list[str]()
     while train and len(train[-1]) <= characters:
