@@ -116,10 +116,10 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
 
     A full mask `[B | 1, H | 1, L, L]` applies inside of the documents.
     """
-    query, key, mask = call.query, call.key, call.mask
-    if call.context.causal is None or key.shape[2] != query.shape[2]:
+    query, mask, keys = call.query, call.mask, call.key.shape[2]
+    if call.context.causal is None or keys != query.shape[2]:
         raise NotImplementedError(
-            f"{call.label} attends to another sequence of {key.shape[2]} tokens, which packed documents "
+            f"{call.label} attends to another sequence of {keys} tokens, which packed documents "
             f"({BOUNDARIES}, or position_ids that begin again) do not say how to share. Pass padded rows."
         )
     full_mask = mask if mask is not None and mask.dim() == 4 else None
@@ -131,17 +131,10 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
         numbers = document_numbers(boundaries, documents.shape)[:, None]
         allowed = full_mask_to_bool(full_mask, call.label) & (numbers[..., :, None] == numbers[..., None, :])
         return _attend(replace(call, mask=allowed))
-
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_call: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return _attend(replace(call, query=query, key=key, value=value, mask=mask, first_call=first_call))
-
     layer = forward_context.take_cache_layer()
     if layer is not None:
-        layer.skip_tokens(key.shape[2])
-    single_batch = call.context.observer is not None
-    return run_packed(forward, documents, query, key, call.value, single_batch=single_batch)
+        layer.skip_tokens(keys)
+    return run_packed(_attend, call, documents)
 
 
 def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | None]:

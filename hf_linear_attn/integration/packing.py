@@ -10,7 +10,7 @@ back: no mechanism needs to know.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import source_guards
 from .cache import FILLED_CACHE, replace_static_layers, self_attention_cache
-from .context import ModelRun, forward_context, is_patched, layer_context
+from .context import InterfaceCall, ModelRun, forward_context, is_patched, layer_context
 from .discovery import AttentionLayer
 from .models import model_around, parent_names
 from .positions import check_positions, find_tables
@@ -48,9 +48,8 @@ DOCUMENTS = "_linear_attention_documents"
 #: Documents go into one batch if the shortest lacks at most this share of the longest, or so many tokens.
 MAX_PADDING_SHARE, MAX_PADDING_TOKENS = 1 / 8, 16
 
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor | None]]
-"""Attention on a batch of documents: q, k, v `[n, H | G, L, d]`, a mask `[n, L]` or None, and whether it is the first
-batch -> the output `[n, L, H, e]` and the weights `[n, H, L, L]` or None."""
+Attend = Callable[[InterfaceCall], tuple[Tensor, Tensor | None]]
+"""One call of attention -> the output `[n, L, H, e]` and the weights `[n, H, L, L]` or None."""
 
 
 # ------------------------------------------------------------------------------------------------ Where documents begin
@@ -172,22 +171,17 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[
         inside = [other.name.removeprefix(prefix) for other in layers if other.name.startswith(prefix)]
         path = [type(parent.get_submodule(part)) for part in (inside[0], *parent_names(inside[0]))]
         calls = [cls for cls in path if not issubclass(cls, nn.ModuleList)]
-        passes_on = all(source_guards.passes_keyword_arguments_on(cls) for cls in calls)
-        splits_at_jumps = layer.causal and source_guards.makes_masks_by_positions(type(parent))
         names, kwargs = source_guards.argument_names(type(parent))
-        mixer = token_mixer(parent, inside)
-        tables = tuple(table.name for table in find_tables(parent) if table.owner is parent)
-        implementation = parent.config._attn_implementation or "eager"
         context = ModelContext(
             arguments=names,
             takes_any_argument=kwargs is not None,
-            passes_arguments_on=passes_on,
-            splits_at_jumps=splits_at_jumps,
+            passes_arguments_on=all(map(source_guards.passes_keyword_arguments_on, calls)),
+            splits_at_jumps=layer.causal and source_guards.makes_masks_by_positions(type(parent)),
             causal=layer.causal,
-            token_mixer=mixer,
+            token_mixer=token_mixer(parent, inside),
             restarting_mixer=restarting_mixer(parent),
-            position_tables=tables,
-            exact_implementation=implementation,
+            position_tables=tuple(table.name for table in find_tables(parent) if table.owner is parent),
+            exact_implementation=parent.config._attn_implementation or "eager",
             attention=tuple(inside),
         )
         setattr(parent, MODEL_CONTEXT, context)
@@ -377,16 +371,14 @@ class Documents:
         device = boundaries.device
         edges: list[int] = boundaries.tolist()
         _check_edges(edges, shape)
-        lengths = [stop - start for start, stop in pairwise(edges)]
         if padding is None or bool(padding.all()):
             self._tokens = torch.arange(edges[-1], device=device)
         else:
             real = padding.reshape(-1).to(device)
             self._tokens = real.nonzero().squeeze(1)
             real_before = torch.nn.functional.pad(real.cumsum(0), (1, 0))
-            real_edges = real_before[torch.tensor(edges, device=device)].tolist()
-            lengths = [stop - start for start, stop in pairwise(real_edges)]
-        self.lengths = [length for length in lengths if length]
+            edges = real_before[torch.tensor(edges, device=device)].tolist()
+        self.lengths = [stop - start for start, stop in pairwise(edges) if stop > start]
         self._starts = [0, *accumulate(self.lengths)]
         self.groups = [self.group(numbers) for numbers in _group_by_length(self.lengths)]
 
@@ -403,16 +395,13 @@ class Documents:
 
     def group(self, numbers: Sequence[int]) -> Group:
         """Return some of the documents as one padded batch, in this order."""
-        device = self._tokens.device
-        starts = torch.tensor([self._starts[number] for number in numbers], device=device)
-        lengths = torch.tensor([self.lengths[number] for number in numbers], device=device)
-        longest = max(self.lengths[number] for number in numbers)
-        column = torch.arange(longest, device=device)
-        mask = column < lengths[:, None]
+        device, sizes = self._tokens.device, [self.lengths[number] for number in numbers]
+        starts = torch.tensor([self._starts[number] for number in numbers], device=device)[:, None]
+        lengths = torch.tensor(sizes, device=device)[:, None]
+        column = torch.arange(max(sizes), device=device)
         # Padding repeats the last token of its document, so that it is finite; it is masked.
-        index = self._tokens[starts[:, None] + torch.minimum(column, lengths[:, None] - 1)]
-        same_length = all(self.lengths[number] == longest for number in numbers)
-        return Group(index, None if same_length else mask)
+        index = self._tokens[starts + torch.minimum(column, lengths - 1)]
+        return Group(index, None if min(sizes) == max(sizes) else column < lengths)
 
 
 def document_numbers(boundaries: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -423,16 +412,15 @@ def document_numbers(boundaries: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def _check_edges(edges: list[int], shape: tuple[int, int]) -> None:
     batch, length = shape
-    ascending = all(start <= stop for start, stop in pairwise(edges))
-    if len(edges) < 2 or edges[0] != 0 or edges[-1] != batch * length or not ascending:
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != batch * length or edges != sorted(edges):
         raise ValueError(
             f"{BOUNDARIES} must go up from 0 to the {batch * length} tokens of the batch ({batch} x {length}), got "
             f"{edges[:6]}{'…' if len(edges) > 6 else ''} with {edges[-1:]} at the end."
         )
-    crossed = [row * length for row in range(batch) if row * length not in set(edges)] if batch > 1 else []
+    crossed = {row * length for row in range(batch)} - set(edges)
     if crossed:
         raise ValueError(
-            f"A document of {BOUNDARIES} lies over two rows of the batch (at token {crossed[0]} of {batch} x "
+            f"A document of {BOUNDARIES} lies over two rows of the batch (at token {min(crossed)} of {batch} x "
             f"{length}): each row must begin a document."
         )
 
@@ -462,22 +450,21 @@ def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | N
 
 
 @torch.compiler.disable
-def run_packed(
-    forward: Forward, documents: Documents, query: Tensor, key: Tensor, value: Tensor, *, single_batch: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Run attention on every group of documents, or on all of them in a single padded batch.
+def run_packed(attend: Attend, call: InterfaceCall, documents: Documents) -> tuple[Tensor, Tensor | None]:
+    """Run attention on every group of documents; for an observer on all of them, in a single padded batch.
 
     Returns:
-        The output `[B, S, H, e]`, and the weights `[B, H, S, S]` if `forward` returns any.
+        The output `[B, S, H, e]`, and the weights `[B, H, S, S]` if `attend` returns any.
     """
     count = len(documents.lengths)
-    groups = [documents.group(range(count))] if single_batch and count else documents.groups
+    groups = [documents.group(range(count))] if call.context.observer and count else documents.groups
     batch, length = documents.shape
     indices, outputs = [], []
     weights: list[tuple[Group, Tensor]] = []
     for group in groups:
-        q, k, v = (group.gather(tensor) for tensor in (query, key, value))
-        out, group_weights = forward(q, k, v, group.mask, group is groups[0])
+        q, k, v = (group.gather(tensor) for tensor in (call.query, call.key, call.value))
+        part = replace(call, query=q, key=k, value=v, mask=group.mask, first_call=group is groups[0])
+        out, group_weights = attend(part)
         if group_weights is not None:
             weights.append((group, group_weights))
         flat, index = out.flatten(0, 1), group.index.flatten()
@@ -487,7 +474,7 @@ def run_packed(
         outputs.append(flat)
         indices.append(index)
     if not outputs:
-        return value.new_zeros(batch, length, query.shape[1], value.shape[3]), None
+        return call.value.new_zeros(batch, length, call.query.shape[1], call.value.shape[3]), None
     joined = torch.cat(outputs)
     scattered = joined.new_zeros(batch * length, *joined.shape[1:]).index_copy(0, torch.cat(indices), joined)
     return scattered.unflatten(0, (batch, length)), _scatter_weights(documents.shape, weights) if weights else None
