@@ -150,21 +150,16 @@ class LinearStateLayer(CacheLayerMixin):
         # The first layer of a forward pass compares for all others, which have the same tensors.
         is_new = not all(map(is_, forward_context.compared_masks, (known, mask)))
         if self.tokens and count == self.tokens and is_new:
-            self._compare_masks(known, mask)
+            before = mask[:, : self.tokens].bool()
+            earlier = before.new_ones(1, 0) if known is None else known.to(before.device).bool()
+            if bool((before != pad(earlier, (0, self.tokens - earlier.shape[1]), value=True)).any()):
+                raise ValueError(
+                    "The attention mask hides tokens of the cache that earlier calls did not hide, or the other way "
+                    "round, and a recurrent state cannot leave them out or take them in. Pass one mask from the first "
+                    "call on."
+                )
             forward_context.compared_masks = (known, mask)
         self.seen = count, mask
-
-    def _compare_masks(self, known: Tensor | None, mask: Tensor) -> None:
-        before = mask[:, : self.tokens].bool()
-        if known is None:
-            differs = ~before
-        else:
-            differs = before != pad(known.to(before.device).bool(), (0, self.tokens - known.shape[1]), value=True)
-        if bool(differs.any()):
-            raise ValueError(
-                "The attention mask hides tokens of the cache that earlier calls did not hide, or the other way round, "
-                "and a recurrent state cannot leave them out or take them in. Pass one mask from the first call on."
-            )
 
     def skip_tokens(self, count: int) -> None:
         """Count the tokens of a bidirectional pass, which leaves no state and must be the first."""
@@ -285,24 +280,17 @@ class LinearStateLayer(CacheLayerMixin):
         return sum(memory.get(name, tensor).nbytes for name, tensor in (self.state or {}).items())
 
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
-        def mapped(state: State | None) -> State | None:
-            return None if state is None else {name: function(tensor) for name, tensor in state.items()}
+        def mapped(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: function(tensor) for name, tensor in value.items()}
+            return None if value is None else function(value)
 
         self.state = mapped(self.state)
         count, mask = self.seen
         if mask is not None and len(mask) > 1:
             self.seen = count, function(mask)
-        self._record = [
-            replace(
-                call,
-                query=function(call.query),
-                key=function(call.key),
-                value=function(call.value),
-                mask=None if call.mask is None else function(call.mask),
-                state=mapped(call.state),
-            )
-            for call in self._record
-        ]
+        names = ("query", "key", "value", "mask", "state")
+        self._record = [replace(call, **{name: mapped(getattr(call, name)) for name in names}) for call in self._record]
 
 
 def self_attention_cache(values: Iterable[Any]) -> Cache | None:

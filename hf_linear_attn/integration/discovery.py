@@ -199,11 +199,8 @@ def predicts_next_tokens(model: PreTrainedModel) -> bool:
 def longest_input(model: PreTrainedModel) -> int | None:
     """Return the longest input in tokens that the model's positions allow, where its config states one, else None."""
     config = model.config.get_text_config(decoder=False)
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-        limit = getattr(config, name, None)
-        if isinstance(limit, int) and limit > 0:
-            return limit
-    return None
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length")
+    return _first_size(getattr(config, name, None) for name in names)
 
 
 def config_value(module: nn.Module, name: str, default: object = None) -> object:
@@ -225,12 +222,11 @@ def config_value(module: nn.Module, name: str, default: object = None) -> object
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     """Return the first of these attributes that is a size: those of the module before those of its config."""
-    for read in (getattr, config_value):
-        for name in names:
-            value = read(module, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
+    return _first_size(read(module, name, None) for read in (getattr, config_value) for name in names)
+
+
+def _first_size(values: Iterable[object]) -> int | None:
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _span(module: nn.Module) -> str:
