@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile, zip_longest
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -55,14 +57,11 @@ def measure_agreement(model: Any, exact: Any, prompts: Sequence[Sequence[int]], 
     rows = []
     for prompt in prompts:
         generated, expected = (
-            generate_greedily(one, torch.tensor([list(prompt)], device=one.device), new_tokens, pad=0)[0].cpu()
+            generate_greedily(one, torch.tensor([list(prompt)], device=one.device), new_tokens, pad=0)[0].tolist()
             for one in (model, exact)
         )
-        count = max(len(generated), len(expected)) - len(prompt)
-        equal = torch.zeros(count, dtype=torch.bool)  # one of them may have ended earlier
-        shorter = min(len(generated), len(expected))
-        equal[: shorter - len(prompt)] = generated[len(prompt) : shorter] == expected[len(prompt) : shorter]
-        common = int(equal.long().cumprod(0).sum())
-        share = float(equal.double().mean())
-        rows.append({"tokens": len(prompt), "common": common, "equal": share, "same": bool(equal.all())})
+        pairs = list(zip_longest(generated, expected))[len(prompt) :]  # one of them may have ended earlier
+        equal = [token == other for token, other in pairs]
+        common = len(list(takewhile(bool, equal)))
+        rows.append({"tokens": len(prompt), "common": common, "equal": fmean(equal), "same": all(equal)})
     return Agreement(pd.DataFrame(rows))

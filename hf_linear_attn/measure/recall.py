@@ -77,10 +77,9 @@ class Recall:
         Args:
             by: Other columns of the table to group by, such as `("task", "depth")`.
         """
-        rows = self.table.groupby(list(by), sort=False, dropna=False)["score"].agg(["size", "mean"])
-        bounds = [wilson_interval(share, count) for count, share in zip(rows["size"], rows["mean"], strict=True)]
-        rows = rows.set_axis(["prompts", "score"], axis=1)
-        return rows.assign(low=[low for low, _ in bounds], high=[high for _, high in bounds])
+        rows = self.table.groupby(list(by), sort=False, dropna=False)["score"].agg(prompts="size", score="mean")
+        rows[["low", "high"]] = [wilson_interval(row.score, row.prompts) for row in rows.itertuples()]
+        return rows
 
     def against(self, other: Recall) -> pd.DataFrame:
         """Return, by task and length, the prompts with the better score (`wins`), as good (`ties`), worse (`losses`).
@@ -259,10 +258,8 @@ def _retrieve(
         embedded = [_embed(model, padded_batches(part, batch_size, pad)) for part in rows]
         # What all documents share says nothing about which of them it is.
         documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in embedded)
-        nearest = (questions @ documents.T).argmax(dim=1).tolist()
-        columns.append(
-            [(prompt, float(row == index)) for index, (prompt, row) in enumerate(zip(prompts, nearest, strict=True))]
-        )
+        nearest = (questions @ documents.T).argmax(dim=1).cpu()
+        columns.append(zip(prompts, (nearest == torch.arange(count)).double().tolist(), strict=True))
     pairs = [pair for row in zip(*columns, strict=True) for pair in row]
     return [prompt for prompt, _ in pairs], [score for _, score in pairs]
 
@@ -314,9 +311,8 @@ def recall_measure(
             value("rows", count),
         ]
         for (task, length, depth), row in recall.summary(("task", "length", "depth")).iterrows():
-            width = row["high"] - row["low"]
-            cell = {"prompt": task, "tokens": length, "depth": depth, "stderr": width / 2 / Z95}
-            values.append(value("recall_at", row["score"], **cell))
+            stderr = (row["high"] - row["low"]) / 2 / Z95
+            values.append(value("recall_at", row["score"], prompt=task, tokens=length, depth=depth, stderr=stderr))
         return values
 
     return settings, measure

@@ -62,11 +62,9 @@ def synthetic_inputs(
     """
     ids = torch.tensor(_repeated(tokens, batch_size * length), device=model.device).view(batch_size, length)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for name, positions in position_inputs(model, length).items():
-        inputs[name] = positions.expand(batch_size, -1)
-    accepted = inspect.signature(model.forward).parameters
-    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", None):
-        inputs["token_type_ids"] = torch.zeros_like(ids)
+    inputs |= {name: row.expand(batch_size, -1) for name, row in position_inputs(model, length).items()}
+    if getattr(model.config, "type_vocab_size", None):
+        inputs |= accepted(model, token_type_ids=torch.zeros_like(ids))
     return inputs
 
 
