@@ -32,7 +32,6 @@ class EluFeatureMap(FeatureMap):
         self.num_features = shape.head_dim
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
-        formula = FusedMap(
-            "elu", alpha=self.options.alpha, in_scale=scaling**0.5 if self.options.split_scaling else 1.0
-        )
+        scale = scaling**0.5 if self.options.split_scaling else 1.0
+        formula = FusedMap("elu", alpha=self.options.alpha, in_scale=scale)
         return formula, formula

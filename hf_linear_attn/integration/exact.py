@@ -170,8 +170,7 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
         full = full.bool()
     if is_additive and full is not None:
         if full.dtype == torch.bool:
-            zeros = torch.zeros(full.shape, dtype=query.dtype, device=query.device)
-            full = zeros.masked_fill(~full, torch.finfo(query.dtype).min)
+            full = query.new_zeros(full.shape).masked_fill(~full, torch.finfo(query.dtype).min)
         full = full.expand(query.shape[0], -1, -1, -1)
     function: Any = (
         eager_function(call.module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]

@@ -244,11 +244,11 @@ def installed_layers(model: nn.Module) -> dict[int, LayerConfig]:
 
 def is_untrained(model: PreTrainedModel) -> bool:
     """Return whether the mechanisms of all patched layers have the values that they were built with."""
-    layers = [layer for layer in find_attention(model) if not layer.cross]
+    layers = self_attention(model)
     for index, config in installed_layers(model).items():
         mechanism = getattr(layers[index].module, SUBMODULE)
-        built = _build(model, layers[index], config, mechanism.shape).state_dict()
-        own = {name: tensor for name, tensor in mechanism.state_dict().items() if name not in mechanism.tied_parameters}
-        if not all(torch.equal(tensor.cpu(), built[name].cpu()) for name, tensor in own.items()):
+        built, own = _build(model, layers[index], config, mechanism.shape).state_dict(), mechanism.state_dict()
+        names = own.keys() - set(mechanism.tied_parameters)
+        if not all(torch.equal(own[name].cpu(), built[name].cpu()) for name in names):
             return False
     return True

@@ -293,12 +293,11 @@ def no_table_reason(model: PreTrainedModel) -> str:
 @torch.no_grad()
 def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int], Tensor]) -> PositionChange:
     """Compute new tensors for the tables, by their new lengths, and for all that depends on their size."""
-    change, done = PositionChange(), set()
+    change = PositionChange()
     for table, length in lengths.items():
         owner, name = table.owner, table.field
-        if (id(owner), name) in done:  # All that depends on the field was resized with its first table.
-            continue
-        done.add((id(owner), name))
+        if any(one is owner and known == name for one, known, *_ in change.limits):
+            continue  # All that depends on the field was resized with its first table.
         present, added = getattr(owner.config, name), length - table.limit
         change.limits.append((owner, name, present, present + added, table.limit))
         before, after = _twin_tensors(owner, name, present), _twin_tensors(owner, name, present + added)

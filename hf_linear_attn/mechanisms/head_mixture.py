@@ -52,24 +52,19 @@ class HeadMixture(LinearAttention):
         exact_heads: Sequence[int],
         cache_dtype: CacheDtype = "auto",
     ) -> None:
-        chosen = set(exact_heads)
-        groups = shape.num_key_value_heads
-        wrong = sorted(index for index in chosen if not 0 <= index < groups)
-        if wrong:
+        chosen, groups = set(exact_heads), shape.num_key_value_heads
+        others = groups - len(chosen)
+        if not chosen <= set(range(groups)):
             raise ValueError(
                 f"exact_heads={list(exact_heads)}: layer {shape.layer_index} has {groups} key-value heads "
                 f"(0 to {groups - 1})."
             )
-        if len(chosen) == groups:
+        if not others:
             raise ValueError(
                 f"exact_heads={list(exact_heads)} are all key-value heads of layer {shape.layer_index}: give the layer "
                 "'softmax' instead."
             )
-        linear_shape = replace(
-            shape,
-            num_heads=shape.num_heads // groups * (groups - len(chosen)),
-            num_key_value_heads=groups - len(chosen),
-        )
+        linear_shape = replace(shape, num_heads=shape.num_heads // groups * others, num_key_value_heads=others)
         mechanism: LinearAttention = entry.factory(linear_shape, options)
         super().__init__(shape, mechanism.options)
         self.mechanism = mechanism

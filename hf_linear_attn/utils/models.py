@@ -71,18 +71,17 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
     """
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     candidates: list[Any] = [getattr(part, "config", None) for part in model.modules()]
-    configs = [config for config in candidates if hasattr(config, "use_cache")]
-    caches = [config.use_cache for config in configs]
+    caches = [(config, config.use_cache) for config in candidates if hasattr(config, "use_cache")]
     try:
         model.requires_grad_(False)
-        for config in configs:
+        for config, _ in caches:
             config.use_cache = False
         with evaluation_mode(model):
             yield
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(required[name])
-        for config, use_cache in zip(configs, caches, strict=True):
+        for config, use_cache in caches:
             config.use_cache = use_cache
 
 
