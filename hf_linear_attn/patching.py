@@ -216,17 +216,16 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
     installed = installed_layers(model)
     rows = []
     for index, layer in enumerate(self_attention(model)):
-        if index not in installed:
+        config = installed.get(index)
+        if config is None:
             rows.append(LayerReport(index, layer.name, EXACT, {}, 0, 0, "growing" if layer.causal else "none"))
             continue
         module: Any = getattr(layer.module, SUBMODULE)
-        name, options = installed[index].attention, dict(installed[index].options)
-        exact_heads = installed[index].exact_heads
         state_bytes, state = 0, "none"
         if layer.causal:
             with in_memory(module):
                 state_bytes = module.state_bytes(1024)
-            state = "growing" if exact_heads else ATTENTIONS.get(name).state
-        parameters = module.learned_parameters()
-        rows.append(LayerReport(index, layer.name, name, options, parameters, state_bytes, state, exact_heads))
+            state = "growing" if config.exact_heads else ATTENTIONS.get(config.attention).state
+        facts = config.attention, dict(config.options), module.learned_parameters(), state_bytes, state
+        rows.append(LayerReport(index, layer.name, *facts, config.exact_heads))
     return PatchReport(base_class(type(model)).__name__, tuple(rows))

@@ -185,12 +185,11 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
                     "A forward pass in training keeps the state for a later one, and a gradient through it is not "
                     "fused: pass use_cache=False, which is several times faster."
                 )
-    weights = None
-    if weights_requested:
-        with in_memory(mechanism):  # accelerate has unloaded the weights after the mechanism's own forward.
-            weights = mechanism.attention_weights(inputs)
-        weights = weights.to(call.value.dtype)
-    return out, weights
+    if not weights_requested:
+        return out, None
+    with in_memory(mechanism):  # accelerate has unloaded the weights after the mechanism's own forward.
+        weights = mechanism.attention_weights(inputs)
+    return out, weights.to(call.value.dtype)
 
 
 def _warn_of_adapter(call: InterfaceCall, mechanism: LinearAttention) -> None:
