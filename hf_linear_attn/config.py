@@ -5,12 +5,12 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .registry import ATTENTIONS, build_options
+from .registry import ATTENTIONS, build_options, seed_options
 from .utils.options import check_argument
 from .version import __version__
 
@@ -230,8 +230,17 @@ class LinearAttentionConfig:
                 return layer
             return replace(layer, options={**layer.options, name: value})
 
-        default = None if self.default is None else filled(self.default)
-        return LinearAttentionConfig(default, {key: filled(layer) for key, layer in self.layers.items()})
+        return self._mapped(filled)
+
+    def with_seed(self, seed: int) -> LinearAttentionConfig:
+        """Return the plan with a seed for every mechanism that draws, or whose feature map does, and has none."""
+        return self._mapped(
+            lambda one: replace(one, options=seed_options(ATTENTIONS.get(one.attention), seed, one.options))
+        )
+
+    def _mapped(self, change: Callable[[LayerConfig], LayerConfig]) -> LinearAttentionConfig:
+        default = None if self.default is None else change(self.default)
+        return LinearAttentionConfig(default, {key: change(layer) for key, layer in self.layers.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the saved form, which is compatible with JSON."""

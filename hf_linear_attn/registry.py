@@ -6,7 +6,7 @@ this package are loaded in the same way, by name: the registry depends on nothin
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -196,9 +196,15 @@ def _decorator(
     return decorate
 
 
-def seed_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
-    """Return the mechanism's seed option, or nothing where it has none."""
-    return {"seed": seed} if any(item.name == "seed" for item in fields(entry.options)) else {}
+def seed_options(entry: AttentionEntry, seed: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options of a mechanism with a seed where it has such an option, or its feature map, and no value."""
+    values, known = dict(options or {}), {item.name for item in fields(entry.options)}
+    if "seed" in known:
+        return values | ({"seed": seed} if values.get("seed") is None else {})
+    if "feature_map_options" in known and str(values.get("feature_map")) in FEATURE_MAPS:
+        entry, own = FEATURE_MAPS.get(values["feature_map"]), values.get("feature_map_options", {})
+        values["feature_map_options"] = seed_options(entry, seed, own)
+    return values
 
 
 def build_options(entry: AttentionEntry, values: dict[str, Any]) -> Any:

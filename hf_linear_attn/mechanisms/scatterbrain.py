@@ -22,7 +22,7 @@ class ScatterbrainOptions(HybridOptions):
     num_hash_buckets: int = option(0, "hash buckets beside the band (0: the band only)", least=0, parity="even")
     hash_rounds: int = option(1, "independent rounds of hashing", least=1)
     bucket_capacity: int = option(16, "keys that a query takes from its bucket in each round", least=1)
-    seed: int = option(0, "seed of the hash directions; layers draw different ones from it", least=0)
+    seed: int = option(0, "seed of random features and hash directions; layers draw different ones from it", least=0)
 
 
 @register_attention(

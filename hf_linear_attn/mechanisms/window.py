@@ -16,7 +16,7 @@ from ..ops.common import State, block_length, compute_dtype, mask_tokens, token_
 from ..ops.int8 import stored_dtype
 from ..ops.prepared import prepare, run_prepared
 from ..ops.sinks import end_positions, sink_pairs
-from ..registry import FEATURE_MAPS, build_options, register_attention
+from ..registry import FEATURE_MAPS, build_options, register_attention, seed_options
 from ..utils.options import option
 from .base import AttentionInputs, LinearAttention
 from .softmax import softmax_attention
@@ -80,8 +80,10 @@ class HybridAttention(LinearAttention):
 
     def __init__(self, shape: AttentionShape, options: Any) -> None:
         super().__init__(shape, options)
-        entry = FEATURE_MAPS.get(options.feature_map)
-        self.feature_map: FeatureMap = entry.factory(shape, build_options(entry, dict(options.feature_map_options)))
+        entry, values = FEATURE_MAPS.get(options.feature_map), dict(options.feature_map_options)
+        if hasattr(options, "seed"):  # of all that the mechanism draws
+            values = seed_options(entry, options.seed, values)
+        self.feature_map: FeatureMap = entry.factory(shape, build_options(entry, values))
         if self.feature_map.signed:
             raise ValueError(
                 f"A window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "

@@ -42,10 +42,7 @@ class CheckpointGroup:
     @property
     def identity(self) -> str:
         """A text that is equal for groups which differ in weights and seeds only."""
-        layers = {
-            index: {**layer, "options": {name: item for name, item in layer["options"].items() if name != "seed"}}
-            for index, layer in self.layers.items()
-        }
+        layers = {index: {**layer, "options": _without_seeds(layer["options"])} for index, layer in self.layers.items()}
         return json.dumps(layers, sort_keys=True, default=str)
 
     def sized(self, *longest: Any) -> CheckpointGroup:
@@ -55,6 +52,15 @@ class CheckpointGroup:
             for index, layer in self.layers.items()
         }
         return replace(self, layers=layers)
+
+
+def _without_seeds(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a mechanism without its seed and that of its feature map."""
+    return {
+        name: _without_seeds(item) if isinstance(item, Mapping) else item
+        for name, item in options.items()
+        if name != "seed"
+    }
 
 
 def load_checkpoint_of(kind: str, folder: str, device: torch.device) -> PreTrainedModel:

@@ -314,8 +314,7 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
         plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
         return {"plan": plan, "reason": reason, "heads": search.table.to_dict("records")}
 
-    plan = run.once("exact_heads", choose)["plan"]
-    return LinearAttentionConfig.parse(plan).with_default("seed", config.seed)
+    return LinearAttentionConfig.parse(run.once("exact_heads", choose)["plan"])
 
 
 def _fitted_to_rows(run: TrainingRun, teacher: PreTrainedModel, window: int) -> PreTrainedModel:

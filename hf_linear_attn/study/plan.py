@@ -162,7 +162,7 @@ def prepare_plan(config: PlanConfig) -> PlannedModel:
             raise ValueError(f"The budget {budget.text!r} is beyond the model's {exact.positions} positions.")
         note = note or own_note
     entry = ATTENTIONS.get(config.attention)
-    options = {**seed_options(entry, config.seed), **config.options}
+    options = seed_options(entry, config.seed, config.options)
     patched = check_fits(model, config.attention, "planned", **options)
     longer = timing_options(entry, options, exact.positions, max(lengths, default=1))
     timed = patched if longer == options else patch_model(shared_copy(model), config.attention, **longer)

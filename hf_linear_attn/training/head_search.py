@@ -232,7 +232,7 @@ def find_exact_heads(
         tokens = _probe_length(model, batches) if length is None else length
         probed = find_retrieval_heads(model, tokenizer, share=share, length=tokens, seed=seed).table
         chosen = _heads_by_layer(probed[: round(retrieval_share * int(probed["chosen"].sum()))])
-    options |= seed_options(ATTENTIONS.get(attention), seed)
+    options = seed_options(ATTENTIONS.get(attention), seed, options)
     gated = patch_model(shared_copy(model).eval(), attention, **options)
     limit = exact_length(gated)
     if max(map(longest_row, batches)) <= limit:

@@ -147,18 +147,20 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
 def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
     """Return the mechanisms by name or by plan, by default with the run's seed; None for exact attention."""
     if config.plan is not None:
-        return LinearAttentionConfig.from_file(config.plan).with_default("seed", config.seed)
+        return LinearAttentionConfig.from_file(config.plan).with_seed(config.seed)
     if config.attention is None:
         return None
-    attention = LinearAttentionConfig.parse(config.attention, config.layers, config.options)
-    return attention.with_default("seed", config.seed)
+    return LinearAttentionConfig.parse(config.attention, config.layers, config.options).with_seed(config.seed)
 
 
 def patch_as_configured(
     model: PreTrainedModel, config: TrainingRunConfig, attention: LinearAttentionConfig | None = None
 ) -> None:
-    """Patch a model in place as its run says (None: by name or by plan), unless its attention is to stay exact."""
-    attention = attention or read_attention(config)
+    """Patch a model in place as its run says (None: by name or by plan), unless its attention is to stay exact.
+
+    Mechanisms without a seed have the run's.
+    """
+    attention = read_attention(config) if attention is None else attention.with_seed(config.seed)
     if attention is not None and config.max_length is not None:
         # The positions are extended already. Mechanisms that are built for a largest length are left.
         attention = attention.with_default("max_length", config.max_length)

@@ -43,6 +43,16 @@ def run(layer, tensors, causal, mask=None, **kwargs):
     return layer(AttentionInputs(*tensors, scaling=0.4, causal=causal, mask=mask, **kwargs))
 
 
+def test_the_seed_is_that_of_the_feature_map_too():
+    first, again, other = (module(**HASHED, seed=seed).state_dict() for seed in (3, 3, 4))
+    assert {"feature_map.weight", "directions"} <= first.keys()
+    for name, drawn in first.items():
+        assert torch.equal(again[name], drawn)
+        assert not torch.equal(other[name], drawn)
+    own = module(seed=3, feature_map_options={"num_features": 24, "seed": 4})
+    assert torch.equal(own.feature_map.weight, other["feature_map.weight"])
+
+
 def definition(layer, tensors, causal, mask=None, carried=None):
     """`carried`: a copy of the layer, and how many of the first keys have its features."""
     q, k, v = tensors

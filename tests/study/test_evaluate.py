@@ -597,6 +597,21 @@ def test_checkpoints_are_timed_with_their_exact_heads() -> None:
     assert [layer.exact_heads for layer in hla.patch_report(timed).layers] == [(), (2,)]
 
 
+def test_checkpoints_of_several_seeds_are_one_group() -> None:
+    def identity(mechanism: dict[str, Any]) -> str:
+        return CheckpointGroup(
+            "", hla.patch_model(GPT2.build(), {"default": mechanism}).config.linear_attention["layers"], {}
+        ).identity
+
+    favor, window = {"attention": "favor+"}, {"attention": "window", "feature_map": "favor+"}
+    for first, other in (
+        ({**favor, "seed": 0}, {**favor, "seed": 1}),
+        ({**window, "feature_map_options": {"seed": 0}}, {**window, "feature_map_options": {"seed": 1}}),
+    ):
+        assert identity(first) == identity(other)
+    assert identity(favor) != identity({**favor, "num_features": 8})
+
+
 def test_a_fingerprint_depends_on_every_value() -> None:
     model = GPT2.build()
     before = ExactModel.load(model, "decoder", "gpt2", object()).fingerprint

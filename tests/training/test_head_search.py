@@ -126,6 +126,8 @@ def test_gains_are_derivatives_of_the_divergence(architecture: str, groups: int)
 def test_the_seed_is_that_of_the_features_whose_gains_are_measured() -> None:
     searches = [find_exact_heads(tiny_model("bert"), None, [batch_of()], "favor+", seed=seed) for seed in (0, 1)]
     assert [search.plan()["default"]["seed"] for search in searches] == [0, 1]
+    search = find_exact_heads(tiny_model("bert"), None, [batch_of()], "window", seed=2, feature_map="favor+")
+    assert search.plan()["default"]["feature_map_options"] == {"seed": 2}
     assert not searches[0].table.equals(searches[1].table)
 
 

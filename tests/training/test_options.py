@@ -6,10 +6,13 @@ from dataclasses import fields, is_dataclass, replace
 from typing import get_type_hints
 
 import pytest
+import torch
 
+from hf_linear_attn import patch_model
 from hf_linear_attn.cli import main
 from hf_linear_attn.data.config import DataConfig, TimingConfig
-from hf_linear_attn.training.models import read_attention
+from hf_linear_attn.integration.discovery import self_attention
+from hf_linear_attn.training.models import patch_as_configured, read_attention
 from hf_linear_attn.training.options import (
     ConvertConfig,
     DistillConfig,
@@ -19,6 +22,7 @@ from hf_linear_attn.training.options import (
     TransferConfig,
 )
 from hf_linear_attn.utils.options import make_config
+from tests.tiny_models import tiny_model
 
 SECTIONS = (DataConfig, StageConfig, TeacherConfig, TransferConfig, DistillConfig)
 
@@ -133,6 +137,24 @@ def test_a_plan_gets_the_seed_of_the_run(tmp_path):
     path.write_text('{"default": "favor+", "0": {"attention": "favor+", "seed": 5}}')
     attention = read_attention(ConvertConfig(plan=str(path), seed=3))
     assert [layer.options["seed"] for layer in (attention.default, attention.layers["0"])] == [3, 5]
+
+
+def test_a_feature_map_in_a_window_gets_the_seed_of_the_run():
+    options = {"feature_map": "favor+", "feature_map_options": {"num_features": 8}}
+
+    def drawn(**changes):
+        model = tiny_model("llama")
+        patch_as_configured(model, ConvertConfig(attention="window", options={**options, **changes}, seed=3))
+        return self_attention(model)[0].module.linear_attention.feature_map.weight
+
+    def of_seed(seed):
+        config = {"num_features": 8, "seed": seed}
+        model = patch_model(tiny_model("llama"), "window", feature_map="favor+", feature_map_options=config)
+        return self_attention(model)[0].module.linear_attention.feature_map.weight
+
+    assert torch.equal(drawn(), of_seed(3))
+    assert torch.equal(drawn(feature_map_options={"num_features": 8, "seed": 5}), of_seed(5))
+    assert not torch.equal(of_seed(3), of_seed(5))
 
 
 def test_options_override_those_of_a_config_one_by_one():
