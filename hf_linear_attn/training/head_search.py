@@ -198,8 +198,8 @@ def find_exact_heads(
 
         gain = -∂ D / ∂g,
 
-    where D is the loss of the next tokens in a language model, and otherwise the divergence of the outputs from those
-    of the exact model: of logits in nats (squared differences in regression), or `1 - cosine` of mean-pooled
+    where D is the loss of the next tokens in a language model with `input_ids`, and otherwise the divergence of outputs
+    from those of the exact model: of logits in nats (squared differences in regression), or `1 - cosine` of mean-pooled
     embeddings; the mean over all tokens or rows. The learned gates of DuoAttention (Xiao et al. 2024, arXiv:2410.10819)
     minimise such a divergence; here one backward pass ranks all heads at once. A batch costs some five forward passes;
     layers are checkpointed, for the sake of memory.
@@ -328,7 +328,7 @@ def _text_batches(
 
 
 def _probe_length(model: PreTrainedModel, batches: Iterable[Batch]) -> int:
-    longest = max(PROBE_LENGTH, *(batch["input_ids"].shape[1] for batch in batches))
+    longest = max(PROBE_LENGTH, *(batch.get("input_ids", batch.get("inputs_embeds")).shape[1] for batch in batches))
     return min(longest, (longest_input(model) or longest + ANSWER_TOKENS) - ANSWER_TOKENS)
 
 

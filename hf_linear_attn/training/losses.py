@@ -132,8 +132,11 @@ def _logits_losses(student: Tensor, teacher: Tensor, temperature: float) -> Tens
 
 @torch.no_grad()
 def exact_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any | None:
-    """Return the outputs with exact attention that `model_losses` compares with; None of a causal language model."""
-    if predicts_next_tokens(model):
+    """Return the outputs with exact attention that `model_losses` compares with; None where it reads the next tokens.
+
+    A causal language model has these, unless it is called with `inputs_embeds` alone.
+    """
+    if predicts_next_tokens(model) and "input_ids" in inputs:
         return None
     with exact_attention(model):
         return model(**inputs)

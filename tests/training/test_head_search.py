@@ -94,7 +94,7 @@ def divergence_with_gate(model: Any, batch: dict[str, Tensor], layer: int, head:
             exact = model(**batch)
         with hla.observe_attention(model, mix):
             patched = model(**batch)
-        if "logits" in exact and model.can_generate():  # the loss of the next tokens
+        if "logits" in exact and model.can_generate() and "input_ids" in batch:  # the loss of the next tokens
             logs = patched.logits.log_softmax(-1)[:, :-1].gather(2, batch["input_ids"][:, 1:, None])[..., 0]
             return -float(logs[real[:, 1:]].mean())
         if "logits" in exact:
@@ -120,6 +120,22 @@ def test_gains_are_derivatives_of_the_divergence(architecture: str, groups: int)
     for row in result.table.itertuples():
         ends = [divergence_with_gate(patched, batch, row.layer, row.head, gate) for gate in (-3e-4, 3e-4)]
         # Norms of Llama and pooled embeddings are in float32, so that smaller steps give fewer digits.
+        assert row.gain == pytest.approx((ends[0] - ends[1]) / 6e-4, rel=5e-3, abs=2e-4)
+
+
+def test_a_decoder_with_embeddings_alone_diverges_from_the_exact_model() -> None:
+    torch.manual_seed(0)
+    model, ids = tiny_model("gpt2").double(), batch_of()
+    batch = {**ids, "inputs_embeds": model.get_input_embeddings()(ids["input_ids"]).detach()}
+    del batch["input_ids"]
+    options: dict[str, Any] = {"window_size": 4, "mix_init": -3.0}
+    result = find_exact_heads(model, None, [batch], "window", share=0.5, **options)
+    probed = find_exact_heads(model, tiny_tokenizer(), [batch], "window", share=0.5, length=84, **options)
+    assert {"score", "gain"} <= set(probed.table)
+    patched = hla.patch_model(model, "window", **options)
+    hla.calibrate(patched, [batch])
+    for row in result.table.itertuples():
+        ends = [divergence_with_gate(patched, batch, row.layer, row.head, gate) for gate in (-3e-4, 3e-4)]
         assert row.gain == pytest.approx((ends[0] - ends[1]) / 6e-4, rel=5e-3, abs=2e-4)
 
 
