@@ -6,12 +6,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..utils.models import shared_copy
+from .discovery import find_attention
 
 NO_ATTENTION_IMPLEMENTATION = "hf_linear_attn_no_attention"
+#: Name of the attribute of modules that attend to another sequence.
+CROSS = "_hf_linear_attn_cross"
 
 
 def without_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy, with shared weights, whose attention returns each token's own value.
+    """Return a copy, with shared weights, whose attention returns each token's own value, and cross-attention zeros.
 
     Its time is that of the rest of the model, and its quality is the floor that attention must exceed.
     """
@@ -19,11 +22,15 @@ def without_attention(model: PreTrainedModel) -> PreTrainedModel:
     AttentionMaskInterface.register(NO_ATTENTION_IMPLEMENTATION, lambda *args, **kwargs: None)
     copied = shared_copy(model)
     copied.set_attn_implementation(NO_ATTENTION_IMPLEMENTATION)
+    for layer in find_attention(copied):
+        setattr(layer.module, CROSS, layer.cross)
     return copied
 
 
 def _own_value(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
+    if getattr(module, CROSS, False):
+        return value.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3]), None
     values = value[:, :, -query.shape[2] :].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return values.transpose(1, 2).contiguous(), None

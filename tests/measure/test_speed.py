@@ -55,6 +55,24 @@ def test_without_attention_no_token_sees_another(kind: str) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_without_attention_a_decoder_sees_nothing_of_an_encoder() -> None:
+    bare = without_attention(tiny_model("bart"))
+    decoded = torch.tensor([TOKENS[:9], TOKENS[:9]])
+    decoded[1, 3] = 40
+    with torch.no_grad():
+        longer, shorter, same = (
+            bare(input_ids=torch.tensor([tokens] * 2), decoder_input_ids=decoded).logits
+            for tokens in (TOKENS[:20], TOKENS[:5], TOKENS[9:18])
+        )
+    assert torch.equal(longer, shorter)
+    assert torch.equal(longer, same)
+    changed = (longer[0] - longer[1]).abs().amax(dim=-1) > 0
+    assert changed.nonzero().flatten().tolist() == [3]
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    first, second = (bare.generate(torch.tensor([tokens]), **settings) for tokens in (TOKENS[:20], TOKENS[:5]))
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(("kind", "beyond"), [("bert", True), ("gpt2", True), ("llama", False)])
 def test_positions_start_again_where_a_table_ends(kind: str, beyond: bool) -> None:
     model = tiny_model(kind).eval()
