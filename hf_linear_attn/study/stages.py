@@ -93,6 +93,12 @@ class StageLog(TrainerCallback):
         if self.file is not None:
             self.file.remove(lambda row: row.get("stage") == self.stage and (row.get("step") or 0) > step)
 
+    def write_measured(self, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of a measurement, in place of those of a process that was killed before it stored them."""
+        if self.file is not None:
+            self.file.remove(lambda row: row.get("stage") == self.stage and row.get("step") == 0)
+        self.write(0, metrics)
+
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line. Report the metrics of an evaluation, and the loss if the last line is a while ago."""
         metrics = {
@@ -345,7 +351,7 @@ class TrainingRun:
                 model.to(trainer.args.device)  # type: ignore[arg-type]
                 metrics = self.data.own_metrics(trainer.evaluate())
             trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-            StageLog(stage, self.log_file).write(0, metrics)
+            StageLog(stage, self.log_file).write_measured(metrics)
             self.progress.log(f"{stage}: {format_metrics(metrics)}")
             return metrics
 

@@ -19,11 +19,13 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.study.stages import StageLog
 from hf_linear_attn.study.study import Records
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.options import TeacherConfig
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
+from hf_linear_attn.utils.json_lines import JsonLinesFile
 from tests.slow_cases import long, slow_rows
 from tests.training.tiny_runs import (
     Killed,
@@ -228,6 +230,32 @@ def test_killed_in_the_control(folder: Path, tmp_path: Path, monkeypatch: pytest
         resumed = convert(config, console=quiet())
     assert resumed["stages"]["control"] == expected["stages"]["control"]
     assert weights(tmp_path / "out") == weights(folder / "complete")
+
+
+@pytest.mark.slow
+def test_killed_before_a_measurement_is_stored(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, add = (folder / "encoder", folder / "task", tmp_path / "out"), Records.add
+
+    def add_or_die(self: Records, *args: Any, label: str = "", **kwargs: Any) -> Any:
+        return kill() if label == "teacher" else add(self, *args, label=label, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "add", add_or_die)
+        with pytest.raises(Killed):
+            convert(convert_config(*paths), console=quiet())
+    convert(convert_config(*paths, resume=True), console=quiet())
+    resumed, expected = ([row["step"] for row in log_rows(out, "teacher")] for out in (paths[2], folder / "complete"))
+    assert resumed == expected
+    assert resumed[-1] == 0
+
+
+def test_a_measurement_is_logged_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    StageLog("teacher", path).write(3, {"loss": 2.0})
+    for stage, value in (("patched", 0.1), ("teacher", 0.2), ("teacher", 0.3)):
+        StageLog(stage, path).write_measured({"eval_loss": value})
+    rows = [(row["stage"], row["step"], row.get("eval_loss")) for row in JsonLinesFile(path).read()]
+    assert rows == [("teacher", 3, None), ("patched", 0, 0.1), ("teacher", 0, 0.3)]
 
 
 def test_a_finished_run_resumes_to_itself(folder: Path) -> None:
