@@ -258,6 +258,11 @@ def test_a_measurement_is_logged_once(tmp_path: Path) -> None:
     assert rows == [("teacher", 3, None), ("patched", 0, 0.1), ("teacher", 0, 0.3)]
 
 
+def test_a_run_without_trackers_leaves_no_checkpoints(folder: Path) -> None:
+    left = {path.name for path in (folder / "complete").iterdir()}
+    assert left == {"model", "teacher", "study", "log.jsonl", "results.json"}
+
+
 def test_a_finished_run_resumes_to_itself(folder: Path) -> None:
     before = weights(folder / "complete")
     convert(convert_config(folder / "encoder", folder / "task", folder / "complete", resume=True), console=quiet())
