@@ -105,16 +105,17 @@ def test_precisions_that_a_graph_cannot_have_are_refused_before_it_is_traced(arc
 
 @pytest.mark.slow
 def test_a_decoder_with_exact_heads_goes_on_with_any_number_of_rows():
+    """And from a prompt of any length, one token included."""
     model = patched("hedgehog", LLAMA, exact_heads=[1])
     exported, _ = export_model(model, "torch")
-    for lengths in ((9,), (7, 9, 3)):
+    for lengths, prompt in (((9,), 6), ((7, 9, 3), 6), ((9,), 1), ((9, 9), 1)):
         batch = padded_batch([token_ids(1, n, seed=n)[0] for n in lengths], "left")
         with torch.no_grad():
             expected = model(**batch, use_cache=False).logits
         cache = DynamicCache(config=model.config)
         for index in range(len(cache.layers)):
             state_layer(cache, index)
-        for start, stop in ((0, 6), (6, 7), (7, 8), (8, 9)):
+        for start, stop in ((0, prompt), *((start, start + 1) for start in range(prompt, 9))):
             inputs = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids")}
             runner = exported.runners["prefill" if start == 0 else "decode"]
             output = runner(**inputs, attention_mask=batch["attention_mask"][:, :stop], past_key_values=cache)

@@ -66,8 +66,9 @@ class LinearStateLayer(CacheLayerMixin):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.state: State | None = None
-        #: As wide as the number of tokens: exported graphs have inputs with sizes, and integers are constants in them.
-        self._counter = torch.empty(0, 0)
+        #: One wider than the number of tokens: exported graphs have inputs with sizes, and integers are constants in
+        #: them. A size that varies is two or more there, and a prompt may have one token.
+        self._counter = torch.empty(0, 1)
         self.record_past = False
         self._expects_update = False
         self._packed = False
@@ -79,11 +80,11 @@ class LinearStateLayer(CacheLayerMixin):
 
     @property
     def tokens(self) -> int:
-        return self._counter.shape[1]
+        return self._counter.shape[1] - 1
 
     @tokens.setter
     def tokens(self, count: int) -> None:
-        self._counter = self._counter.new_empty(0, count)
+        self._counter = self._counter.new_empty(0, count + 1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
