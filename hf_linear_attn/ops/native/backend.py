@@ -12,14 +12,14 @@ from ..calls import BackendCall, GatedCall, KernelizedCall, Mix, WindowedCall
 from ..common import InPlaceState, State, block_length, constant_result, mask_tokens
 from ..kernel_inputs import unsupported_inputs
 from . import binding
-from .binding import NEXT, Numbers, Tensors, differentiable, empty, output
+from .binding import Numbers, Tensors, differentiable, empty, output
 from .build import BuildError, library
 from .windowed import is_kernel_step, run_windowed
 
 logger = logging.getLogger(__name__)
 
-#: The kernels' names of the entries of a state.
-_STATE = {"kv": "state", "k_sum": "state_sum", "log_scale": "state_scale"}
+#: The entries of a state.
+_STATE = ("kv", "k_sum", "log_scale")
 
 
 @functools.cache
@@ -168,17 +168,16 @@ def _forward(
     after: State = {}
     if call.causal:
         before = {name: tensor.contiguous() for name, tensor in (call.state or {}).items() if name in _STATE}
-        if call.return_state and isinstance(call.state, InPlaceState):
-            outputs |= {_STATE[name]: tensor for name, tensor in before.items()}
+        in_place = call.return_state and isinstance(call.state, InPlaceState)
+        (outputs if in_place else inputs).update(before)
+        if in_place:
             after = before
-        else:
-            inputs |= {_STATE[name]: tensor for name, tensor in before.items()}
-        if call.return_state and not after:
+        elif call.return_state:
             (batch, groups), size = call.key.shape[:2], call.num_features
             after = {"kv": empty(batch, groups, size, call.value.shape[3]), "k_sum": empty(batch, groups, size)}
             if "key_scales" in inputs or (call.fused is not None and call.fused[1].scaled):
                 after["log_scale"] = empty(batch, groups)
-            outputs |= {NEXT[_STATE[name]]: tensor for name, tensor in after.items()}
+            outputs |= {f"next_{name}": tensor for name, tensor in after.items()}
     filled = binding.run(kernel, inputs, outputs, numbers)
     if filled is None or not isinstance(call.state, InPlaceState) or not call.return_state:
         return outputs["out"], after or None

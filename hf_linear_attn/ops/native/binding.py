@@ -59,7 +59,7 @@ _STRIDED = (
 )
 _PARAMETER_GRADIENTS = tuple(f"{of}_{name}_gradient" for of in ("query", "key") for name in ("weight", "bias"))
 _TENSOR_FIELDS = (
-    *("mask", "state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser", "top"),
+    *("mask", "kv", "k_sum", "log_scale", "next_kv", "next_k_sum", "next_log_scale", "normaliser", "top"),
     *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
     *("ring_key", "ring_value", "ring_mask", "next_ring_key", "next_ring_value", "next_ring_mask"),
     *("store_key", "store_value", "store_error", "head_index"),
@@ -88,13 +88,6 @@ _SETTINGS = frozenset(
     ("offset", "sinks", "window", "two_sided", "int8_rows", "scaling", "mix_bound", "saturation", "ring_capacity")
 )
 _HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_TENSOR_FIELDS)
-#: What a state before a token becomes after it: an output of the former name is both, in one memory.
-NEXT = {
-    "state": "next_state",
-    "state_sum": "next_sum",
-    "state_scale": "next_scale",
-    **{name: f"next_{name}" for name in ("ring_key", "ring_value", "ring_mask", "count")},
-}
 
 
 def map_arguments(fused: tuple[FusedMap, FusedMap]) -> tuple[Tensors, Numbers]:
@@ -208,8 +201,8 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Ar
         else:
             assert tensor.is_contiguous()
             setattr(filled, name, tensor.data_ptr())
-            if name in NEXT:
-                setattr(filled, NEXT[name], tensor.data_ptr())
+            if f"next_{name}" in _HAS_ADDRESS:
+                setattr(filled, f"next_{name}", tensor.data_ptr())
     filled.tensors = used, [*outputs.values(), *parts.values()]
     launch(kernel, filled)
     for name, part in parts.items():
@@ -257,7 +250,7 @@ def run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Arg
         kernel: The name of the kernel.
         inputs: At least query, key and value; they may have any strides.
         outputs: They are contiguous, or where the kernel knows strides contiguous within a token. An output with the
-            name of a state before a token (`NEXT`) is read, too.
+            name of an entry of a state, `kv` and not `next_kv`, is both: read, and written over.
         numbers: Integers are passed as they are, or as whole numbers.
     """
     if not torch.compiler.is_compiling():

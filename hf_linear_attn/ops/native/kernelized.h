@@ -23,8 +23,8 @@ struct Call {
   Strided sink_key, sink_value, sink_key_gradient, sink_value_gradient;                // [B, G, s, d | e], see below
   Strided decay;                                                                       // [B, G, L, m], see below
   const uint8_t* mask;                                                                 // [B | 1, S], 1: a token; null: all
-  const float *state, *state_sum, *state_scale;                                        // [B, G, m, e], [B, G, m], [B, G]
-  float *next_state, *next_sum, *next_scale;                                           // of the causal form
+  const float *kv, *k_sum, *log_scale;                                                 // [B, G, m, e], [B, G, m], [B, G]
+  float *next_kv, *next_k_sum, *next_log_scale;                                        // of the causal form
   float *normaliser, *top;                                                             // [B, H, L]: for the backward pass
   float *query_weight_gradient, *query_bias_gradient;                                  // [B, H, d, padded f], [B, H, padded f]
   float *key_weight_gradient, *key_bias_gradient;                                      // [B, G, ...]
@@ -272,14 +272,14 @@ static void causal_rows(int count, const FeatureBlock& queries, const FeatureBlo
 // The state before the call -> padded segments; whether there is one.
 static bool unpack_state(const Call& c, long stream, State& state) {
   state.clear();
-  if (!c.state) return false;
+  if (!c.kv) return false;
   const Map& map = c.key_map;
   for (long f = 0, from = stream * c.num_features(); f < c.num_features(); ++f, ++from) {
     const long to = f / map.width * map.segment() + f % map.width;
-    memcpy(state.kv + to * state.columns, c.state + from * c.value_size, c.value_size * sizeof(float));
-    state.k[to] = c.state_sum[from];
+    memcpy(state.kv + to * state.columns, c.kv + from * c.value_size, c.value_size * sizeof(float));
+    state.k[to] = c.k_sum[from];
   }
-  if (c.state_scale) state.scale = c.state_scale[stream];
+  if (c.log_scale) state.scale = c.log_scale[stream];
   return true;
 }
 
@@ -287,10 +287,10 @@ static void pack_state(const Call& c, long stream, const State& state) {
   const Map& map = c.key_map;
   for (long f = 0, to = stream * c.num_features(); f < c.num_features(); ++f, ++to) {
     const long from = f / map.width * map.segment() + f % map.width;
-    memcpy(c.next_state + to * c.value_size, state.kv + from * state.columns, c.value_size * sizeof(float));
-    c.next_sum[to] = state.k[from];
+    memcpy(c.next_kv + to * c.value_size, state.kv + from * state.columns, c.value_size * sizeof(float));
+    c.next_k_sum[to] = state.k[from];
   }
-  if (c.next_scale) c.next_scale[stream] = state.scale;
+  if (c.next_log_scale) c.next_log_scale[stream] = state.scale;
 }
 
 // How many of the tokens that follow can share one reference: log scales up to the last stay within SAFE_RANGE of the
@@ -356,13 +356,13 @@ static int causal(const Call& c) {
           divide_rows<T>(c, c.out, b, h, start, count, out, normaliser);
         }
         start += count;
-        if (start < c.length || c.next_state) {  // else the state is not read again
+        if (start < c.length || c.next_kv) {  // else the state is not read again
           state.add(keys.features, value, count);
           if (has_decay) decay.move_to_end(state.kv, e_row, count);
         }
         has_state = true;
       }
-      if (c.next_state) pack_state(c, stream, state);
+      if (c.next_kv) pack_state(c, stream, state);
     }
   });
 }

@@ -61,10 +61,10 @@ static float step_row(const Call& c, long stream, float decay, const float* phi_
   memset(out, 0, e * sizeof(float));
   for (int p = 0; p < c.key_map.parts; ++p, phi_k += segment, phi_q += segment) {
     const long at = stream * c.num_features() + (long)p * width;
-    float *next = c.next_state + at * e, *next_k = c.next_sum + at;
+    float *next = c.next_kv + at * e, *next_k = c.next_k_sum + at;
     if (first) {
-      advance_rows(width, e, c.state + at * e, decay, phi_k, phi_q, value, next, out);
-      normaliser += advance_sum(width, c.state_sum + at, decay, phi_k, phi_q, next_k);
+      advance_rows(width, e, c.kv + at * e, decay, phi_k, phi_q, value, next, out);
+      normaliser += advance_sum(width, c.k_sum + at, decay, phi_k, phi_q, next_k);
     } else {
       multiply(1, e, width, phi_q, segment, 1, next, e, out, e, true);
       for (int f = 0; f < width; ++f) normaliser += phi_q[f] * next_k[f];
@@ -98,10 +98,10 @@ static int causal_step(const Call& c) {
         const Strided out_rows = c.select_head<T>(c.out, g, repeats);
         read_rows<T>(c.select_head<T>(c.value, g, 1), b, g, 0, 1, e, c.mask_of(b), value, e);
         if (keys.map->scaled()) {
-          const float previous = c.state_scale[stream], own = keys.scale[g - first], top = own > previous ? own : previous;
+          const float previous = c.log_scale[stream], own = keys.scale[g - first], top = own > previous ? own : previous;
           decay = rescale_factor(previous, top);
           scale_all(phi_k, m_row, rescale_factor(own, top));
-          c.next_scale[stream] = top;
+          c.next_log_scale[stream] = top;
         }
         for (long r = 0; r < repeats; ++r) {
           const float* phi_q = queries.features + ((g - first) * repeats + r) * m_row;
@@ -115,7 +115,7 @@ static int causal_step(const Call& c) {
 
 template <typename T>
 static int dispatch_causal(const Call& c) {
-  const bool one = c.length == 1 && c.state && c.next_state && c.value_size % LANES == 0 && c.repeats() <= BLOCK;
+  const bool one = c.length == 1 && c.kv && c.next_kv && c.value_size % LANES == 0 && c.repeats() <= BLOCK;
   return one && !c.normaliser && !c.decay.data ? causal_step<T>(c) : causal<T>(c);
 }
 
@@ -153,7 +153,7 @@ static S* add_sink(const Strided& sinks, long b, long g, long count, long max_co
 }
 
 // The key of the oldest token enters the store of a head in place of the one of least error, if its own is larger (see
-// ops/store.py). next_state and next_sum contain the key; phi_k are its features, value its value in float32.
+// ops/store.py). next_kv and next_k_sum contain the key; phi_k are its features, value its value in float32.
 template <typename S>
 static void update_store(const Call& c, long stream, const float* phi_k, const float* value, const S* key, const S* own,
                          float* recalled) {
@@ -237,9 +237,9 @@ static int windowed_step(const Call& c) {
       const Strided query_rows = c.select_head<T>(c.query, g, repeats), out_rows = c.select_head<T>(c.out, g, repeats);
       const long numbers = c.num_features(), first = g * repeats;
       const auto keep_state = [&] {
-        if (c.next_state == c.state) return;
-        memmove(c.next_state + stream * numbers * e, c.state + stream * numbers * e, numbers * e * sizeof(float));
-        memmove(c.next_sum + stream * numbers, c.state_sum + stream * numbers, numbers * sizeof(float));
+        if (c.next_kv == c.kv) return;
+        memmove(c.next_kv + stream * numbers * e, c.kv + stream * numbers * e, numbers * e * sizeof(float));
+        memmove(c.next_k_sum + stream * numbers, c.k_sum + stream * numbers, numbers * sizeof(float));
       };
       if (c.mask && !*c.mask_of(b)) {
         const std::vector<float> zeros(e_row);

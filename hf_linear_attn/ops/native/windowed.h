@@ -749,11 +749,11 @@ static int windowed(const Call& c) {
           if (c.top) memcpy(c.top + index, top, count * sizeof(float));
           divide_rows<T>(c, c.out, s.b, h, start, count, out, normaliser);
         }
-        if (start + count < length || c.next_state) far.add_keys(c, start, count);
+        if (start + count < length || c.next_kv) far.add_keys(c, start, count);
       }
       clear_padding<T>(c, s, length, out);
       sink_rows.finish<T>(c, s);
-      if (c.next_state) pack_state(c, task, far.state);
+      if (c.next_kv) pack_state(c, task, far.state);
     }
   });
 }

@@ -9,12 +9,10 @@ from ..kernel_inputs import has_entries, window_entries
 from ..sinks import first_tokens, take_tokens
 from ..windowed import gather_tokens
 from . import binding
-from .binding import NEXT, Numbers, Tensors, differentiable, empty, output
+from .binding import Numbers, Tensors, differentiable, empty, output
 
-#: The kernels' names of the entries of the state that a decoding step replaces.
-_STATE = {"kv": "state", "k_sum": "state_sum"} | {
-    name: name for name in ("ring_key", "ring_value", "ring_mask", "count")
-}
+#: The entries of the state that a decoding step replaces.
+_STATE = ("kv", "k_sum", "ring_key", "ring_value", "ring_mask", "count")
 #: The entries that it writes into.
 _WRITTEN = {"sinks": ("sink_key", "sink_value"), "store": ("store_key", "store_value", "store_error")}
 
@@ -57,11 +55,11 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     else:
         outputs = {"out": output(inputs)}
         if call.state is not None:
-            inputs |= {"state": call.state["kv"], "state_sum": call.state["k_sum"]}
+            inputs |= {name: call.state[name] for name in ("kv", "k_sum")}
         if call.return_state:
             sizes = *call.key.shape[:2], call.num_features
             after = {"kv": empty(*sizes, call.value.shape[3]), "k_sum": empty(*sizes)}
-            outputs |= {"next_state": after["kv"], "next_sum": after["k_sum"]}
+            outputs |= {f"next_{name}": tensor for name, tensor in after.items()}
         binding.run("windowed", {**inputs, **learned}, outputs, numbers)
         out = outputs["out"]
     if not call.causal:
@@ -90,19 +88,17 @@ def _step(call: WindowedCall, state: State, learned: Tensors, numbers: Numbers) 
         inputs["mask"] = call.mask
     outputs = {"out": output(inputs)}
     before = {name: state[name].contiguous() for name in _STATE}
+    tokens = {
+        name: state[name].contiguous() for kind, names in _WRITTEN.items() if getattr(call, kind) for name in names
+    }
     if isinstance(state, InPlaceState):
         after = before
-        outputs |= {_STATE[name]: tensor for name, tensor in before.items()}
+        outputs |= before
     else:
         after = {name: torch.empty_like(tensor) for name, tensor in before.items()}
-        inputs |= {_STATE[name]: tensor for name, tensor in before.items()}
-        outputs |= {NEXT[_STATE[name]]: tensor for name, tensor in after.items()}
-    written = [name for kind, names in _WRITTEN.items() if getattr(call, kind) for name in names]
-    layout = torch.contiguous_format
-    tokens = {
-        name: state[name].contiguous() if after is before else state[name].clone(memory_format=layout)
-        for name in written
-    }
+        inputs |= before
+        outputs |= {f"next_{name}": tensor for name, tensor in after.items()}
+        tokens = {name: tensor.clone() for name, tensor in tokens.items()}
     filled = binding.run("windowed_step", inputs, {**outputs, **tokens}, numbers)
     if filled is None or not isinstance(state, InPlaceState):
         return outputs["out"], {**after, **tokens}
