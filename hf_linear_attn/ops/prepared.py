@@ -9,7 +9,6 @@ them where they are, or copies that are made anew for each token.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from operator import is_
 from typing import Any, NamedTuple
@@ -27,6 +26,13 @@ from .native.backend import has_float16, unavailable_reason
 
 #: The parts of a state that move through memory with each token.
 RING = ("ring_key", "ring_value")
+
+#: The parts that grow by each token: the kernel's field of their memory, and their dimension of tokens.
+GROWING = {
+    "exact_key": ("next_ring_key", 2),
+    "exact_value": ("next_ring_value", 2),
+    "exact_mask": ("next_ring_mask", 1),
+}
 
 
 def run_prepared(mechanism: nn.Module, inputs: AttentionInputs) -> tuple[Tensor, State] | None:
@@ -74,13 +80,12 @@ def prepare_with_exact(
 
 def prepare_exact(mechanism: nn.Module, inputs: AttentionInputs, after: State) -> State:
     """Return the state of a layer of exact heads alone, with the next step prepared after a step that may be one."""
+    dtype = inputs.query.dtype
     if torch.compiler.is_compiling() or not isinstance(inputs.state, InPlaceState):
         return after
-    if inputs.query.shape[2] != 1 or inputs.query.dtype not in DTYPES:
+    if inputs.query.shape[2] != 1 or dtype not in DTYPES or backends.get_backend() not in ("auto", "native"):
         return after
-    if backends.get_backend() not in ("auto", "native") or unavailable_reason() is not None:
-        return after
-    if inputs.query.dtype is torch.float16 and not has_float16():
+    if unavailable_reason() is not None or (dtype is torch.float16 and not has_float16()):
         return after
     weights = _Weights([], [(mechanism.__dict__, tuple(mechanism.__dict__.values()))], [])
     step = PreparedStep(mechanism, weights, inputs, [])
@@ -121,15 +126,13 @@ class _Weights(NamedTuple):
         addresses = {tensor.data_ptr() for tensor in learned.values()}
         if not addresses <= owned.keys():
             return None
-        owners = [owned[address] for address in addresses]
-        tensors = [entries[name] for entries, name in owners]
-        read = [
-            (*owner, tensor.data_ptr(), tensor.nbytes, tensor.dtype)
-            for owner, tensor in zip(owners, tensors, strict=True)
-        ]
+        read, memory = [], []
+        for owner, name in (owned[address] for address in addresses):
+            tensor: Tensor = owner[name]
+            read.append((owner, name, tensor.data_ptr(), tensor.nbytes, tensor.dtype))
+            memory.append(tensor.detach())
         holders: list[Mapping[str, Any]] = [part for module in modules for part in (module.__dict__, module._modules)]
-        attributes = [(holder, tuple(holder.values())) for holder in holders]
-        return _Weights(read, attributes, [tensor.detach() for tensor in tensors])
+        return _Weights(read, [(holder, tuple(holder.values())) for holder in holders], memory)
 
     def unchanged(self) -> bool:
         for entries, name, address, size, dtype in self.entries:
@@ -146,12 +149,7 @@ _TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
 class KernelStep:
-    """The arguments of one kernel, filled but for the token and the output.
-
-    Args:
-        launch: The call that the kernel has run.
-        state: The state after it, in whose memory it was.
-    """
+    """The arguments of a kernel that has run in the memory of a state, filled but for the token and the output."""
 
     def __init__(self, launch: binding.Launch, state: InPlaceState) -> None:
         filled = self.filled = launch.filled
@@ -159,8 +157,8 @@ class KernelStep:
         token = ("query", "key", "value", "mask")
         self.memory = [tensor for name, tensor in used.items() if name not in token], outputs[1:]
         del filled.tensors  # with the token and its output
-        self.function, self.reference = binding.kernel(launch.kernel), ctypes.byref(filled)
-        self.kernel, self.fields = launch.kernel, (filled.query, filled.key, filled.value, filled.out)
+        self.kernel, self.launch = launch.kernel, binding.launcher(launch.kernel, filled)
+        self.fields = (filled.query, filled.key, filled.value, filled.out)
         self.is_large = filled.threads > 1
         #: Copies of parameters that the kernel cannot read where they are.
         self.copies = [
@@ -169,16 +167,13 @@ class KernelStep:
             if used[name].data_ptr() != tensor.data_ptr()
         ]
         self.rings: list[tuple[str, Tensor, int]] = []
-        self.start = 0
-        if filled.window:
-            self.capacity = capacity_for(filled.window)
-            for name in RING:
-                ring = state[name]
-                memory = ring.new_empty(*ring.shape[:2], self.capacity, ring.shape[3])
-                memory[:, :, : filled.window] = ring
-                state.memory[name] = memory
-                self.rings.append((name, memory, ring.shape[3] * ring.itemsize))
-            filled.ring_capacity = self.capacity
+        self.start, self.capacity = 0, capacity_for(filled.window)
+        filled.ring_capacity = self.capacity
+        for name in RING if filled.window else ():
+            ring = state[name]
+            memory = state.memory[name] = ring.new_empty(*ring.shape[:2], self.capacity, ring.shape[3])
+            memory[:, :, : filled.window] = ring
+            self.rings.append((name, memory, ring.shape[3] * ring.itemsize))
 
     def select_heads(self, heads: list[int]) -> bool:
         """Let the kernel read and write these key-value heads among all; return whether it can."""
@@ -186,7 +181,7 @@ class KernelStep:
         if self.kernel == "causal":  # the form for one token, where it applies
             if filled.value_size % binding.lanes() or filled.heads // filled.groups > STEP_REPEATS:
                 return False
-            self.kernel, self.function = "causal_step", binding.kernel("causal_step")
+            self.launch = binding.launcher("causal_step", filled)
         self.head_index = torch.tensor(heads, dtype=torch.int64, device="cpu")
         filled.head_index = self.head_index.data_ptr()
         return True
@@ -198,9 +193,6 @@ class KernelStep:
         filled.threads = torch.get_num_threads() if self.is_large else 1
         for copy, tensor in self.copies:
             copy.copy_(tensor)
-        if not self.rings:
-            self.launch()
-            return
         start, window = self.start, filled.window
         after = start + 1 if start + window < self.capacity else 0
         for name, memory, size in self.rings:
@@ -211,10 +203,6 @@ class KernelStep:
         self.start = after
         for name, memory, _ in self.rings:
             state[name] = memory.narrow(2, after, window)
-
-    def launch(self) -> None:
-        if self.function(self.reference):
-            raise binding.out_of_memory(self.kernel)
 
 
 class ExactStep:
@@ -246,26 +234,20 @@ class ExactStep:
             head_index=self.head_index.data_ptr(),
         )
         self.fields = (filled.query, filled.key, filled.value, filled.out)
-        self.function, self.reference = binding.kernel("exact_step"), ctypes.byref(filled)
+        self.launch = binding.launcher("exact_step", filled)
         self.capacity = 0
 
     def _grow(self, state: InPlaceState) -> None:
         """Copy keys, values and the mask into memory with capacity for more tokens."""
-        self.capacity = capacity_for(self.length + 1)
-        for name in ("exact_key", "exact_value"):
-            tokens = state[name]
-            memory = torch.empty(*tokens.shape[:2], self.capacity, tokens.shape[3], dtype=self.dtype, device="cpu")
-            memory[:, :, : self.length] = tokens
-            state.memory[name] = memory
-        if "exact_mask" in state:
-            batch = self.filled.batch
-            memory = torch.empty(batch, self.capacity, dtype=torch.bool, device="cpu")
-            memory[:, : self.length] = state["exact_mask"]
-            state.memory["exact_mask"] = memory
-            self.filled.next_ring_mask = memory.data_ptr()
-        self.filled.next_ring_key = state.memory["exact_key"].data_ptr()
-        self.filled.next_ring_value = state.memory["exact_value"].data_ptr()
-        self.filled.ring_capacity = self.capacity
+        self.capacity = self.filled.ring_capacity = capacity_for(self.length + 1)
+        for name, (field, dim) in GROWING.items():
+            if name in state:
+                tokens = state[name]
+                sizes = self.filled.batch, *tokens.shape[1:dim], self.capacity, *tokens.shape[dim + 1 :]
+                dtype = tokens.dtype if name == "exact_mask" else self.dtype
+                memory = state.memory[name] = torch.empty(sizes, dtype=dtype, device="cpu")
+                memory.narrow(dim, 0, self.length).copy_(tokens)
+                setattr(self.filled, field, memory.data_ptr())
 
     def run(self, tensors: Token, mask: Tensor | None, state: InPlaceState) -> None:
         """Append the token to the keys and values of the state, and compute the output of its query."""
@@ -279,13 +261,11 @@ class ExactStep:
         length = filled.keys = self.length + 1
         is_large = length * self.products > binding.MIN_THREADED_PRODUCTS
         filled.threads = torch.get_num_threads() if is_large else 1
-        if self.function(self.reference):
-            raise binding.out_of_memory("exact_step")
+        self.launch()
         self.length = length
-        for name in ("exact_key", "exact_value"):
-            state[name] = state.memory[name].narrow(2, 0, length)
-        if "exact_mask" in state:
-            state["exact_mask"] = state.memory["exact_mask"].narrow(1, 0, length)
+        for name, (_, dim) in GROWING.items():
+            if name in state:
+                state[name] = state.memory[name].narrow(dim, 0, length)
 
 
 Token = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -325,9 +305,8 @@ class PreparedStep:
 
     def matches(self, mechanism: nn.Module, inputs: AttentionInputs) -> bool:
         """Return whether this step computes a call of the mechanism, and its kernels stay inside of all memory."""
-        if mechanism is not self.mechanism or inputs.scaling != self.scaling or not is_ordinary_call():
-            return False
-        if not (inputs.causal and inputs.return_state and inputs.ranks is None and inputs.start is None):
+        is_step = inputs.causal and inputs.return_state and inputs.ranks is None and inputs.start is None
+        if mechanism is not self.mechanism or inputs.scaling != self.scaling or not (is_step and is_ordinary_call()):
             return False
         for tensor, shape in zip(inputs.tensors, self.shapes, strict=True):
             if type(tensor) is not Tensor or tensor.shape != shape or tensor.dtype is not self.dtype:

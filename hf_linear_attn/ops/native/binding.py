@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -211,23 +212,21 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Ar
 
 
 def launch(name: str, filled: Arguments) -> None:
-    """Run a kernel.
-
-    Raises:
-        MemoryError: The kernel could not allocate its buffers.
-    """
-    if kernel(name)(ctypes.byref(filled)):
-        raise out_of_memory(name)
+    """Run a kernel."""
+    launcher(name, filled)()
 
 
-def kernel(name: str) -> Any:
-    """Return the function of a kernel, from the address of its arguments to 0, or to 1 if memory ran out."""
-    return getattr(library(), f"hla_{name}")
+def launcher(name: str, filled: Arguments) -> Callable[[], None]:
+    """Return what runs a kernel with these arguments, as they are at the time; a MemoryError where memory runs out."""
+    function, reference = getattr(library(), f"hla_{name}"), ctypes.byref(filled)
 
+    def run_kernel() -> None:
+        if function(reference):
+            raise MemoryError(
+                f"The native kernel {name!r} could not allocate memory. Free some, or use set_backend('torch')."
+            )
 
-def out_of_memory(name: str) -> MemoryError:
-    """Return the error of a kernel that could not allocate its buffers."""
-    return MemoryError(f"The native kernel {name!r} could not allocate memory. Free some, or use set_backend('torch').")
+    return run_kernel
 
 
 class Launch(NamedTuple):
