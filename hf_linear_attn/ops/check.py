@@ -52,14 +52,8 @@ _reasons: dict[tuple[str, Case], str | None] = {}
 
 
 def checked_reason(name: str, run: Run, call: CheckedCall) -> str | None:
-    """Return why a backend's kernels cannot be used for such calls on this device, or None if a small case came out
-    right, which runs at the first call.
-
-    Args:
-        name: The backend.
-        run: The function that runs a call by its kernels.
-        call: The call.
-    """
+    """Return why a backend's kernels, by which `run` computes a call, cannot be used for such calls on this device, or
+    None if a small case came out right, which runs at the first call."""
     case = case_of(call)
     if (name, case) not in _reasons:
         if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -116,11 +110,7 @@ def failures() -> tuple[type[Exception], ...]:
 def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: bool) -> dict[str, Tensor]:
     """Return output, state and gradients by name, for random inputs: two heads share a key, and the mask has holes.
 
-    Args:
-        case: Sizes, dtype, device and direction.
-        fused: The feature maps, whose tensors are replaced by random ones.
-        run: The kernels, or torch.
-        double: Whether to compute in float64, from inputs rounded to `case.dtype`.
+    The tensors of the feature maps are random too; `double`: in float64, from inputs rounded to `case.dtype`.
     """
     generator = torch.Generator().manual_seed(0)
     pieces = (PIECES[0],) if case.learning or not case.causal else PIECES

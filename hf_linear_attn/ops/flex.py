@@ -140,27 +140,23 @@ def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, Stat
     return _joined(call, _Keys(key, value, code, blocks), is_far, passes if length > window else [])
 
 
-class _Layout(NamedTuple):
-    """Which keys are far from the rows outside of their windows `[B, S]`, the code of `_Keys`, and its mask."""
-
-    is_far: Tensor
-    code: Tensor
-    blocks: BlockMask | None
+Layout = tuple[Tensor, Tensor, "BlockMask | None"]
+"""Which keys are far from the rows outside of their windows `[B, S]`, the code of `_Keys`, and its mask."""
 
 
-def _layout(valid: Tensor, window: int, sinks: Tensor, causal: bool) -> _Layout:
+def _layout(valid: Tensor, window: int, sinks: Tensor, causal: bool) -> Layout:
     """Return the layout of a whole sequence: valid `[B, L]`, False for padding; positions of sinks `[B | 1, s]`."""
     batch, length = valid.shape
     position = torch.arange(length, device=valid.device)
     is_sink = torch.zeros_like(valid).scatter(1, sinks.expand(batch, -1), True) & valid
     code = (4 * position + 2 * is_sink + valid).int()
-    return _Layout(valid & ~is_sink, code, _block_mask(code, length, window, causal, 0, sinks))
+    return valid & ~is_sink, code, _block_mask(code, length, window, causal, 0, sinks)
 
 
 @functools.lru_cache(maxsize=8)
 def _unpadded_layout(
     batch: int, length: int, window: int, sinks: int, causal: bool, device: torch.device, stream: int
-) -> _Layout:
+) -> Layout:
     """Return the layout of a sequence without padding: all layers of a model have the same, each stream its own."""
     with torch.inference_mode(False):  # it may be saved for a backward pass later on
         first = torch.arange(min(sinks, length), device=device)[None]

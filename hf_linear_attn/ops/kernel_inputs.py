@@ -75,15 +75,16 @@ def _inputs_match(call: BackendCall) -> bool:
     return mask is None or (mask.dtype is torch.bool and mask.shape[1:] == (keys,) and mask.shape[0] in (1, batch))
 
 
-def window_entries(call: WindowedCall) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Sizes and dtypes of entries of a state by name."""
+
+
+def window_entries(call: WindowedCall) -> Entries:
     """Return sizes and dtypes of what the state of a windowed call has beside its sums."""
     batch, groups, _, size = call.key.shape
     stored = call.cache_dtype or call.query.dtype
     key_size, value_size = row_size(size, call.cache_dtype), row_size(call.value.shape[3], call.cache_dtype)
-    entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "ring_mask": ((batch, call.window), torch.bool),
-        "count": ((batch,), torch.int64),
-    }
+    entries: Entries = {"ring_mask": ((batch, call.window), torch.bool), "count": ((batch,), torch.int64)}
     for prefix, tokens in (("ring", call.window), ("sink", call.sinks), ("store", call.store)):
         if tokens:
             entries[f"{prefix}_key"] = (batch, groups, tokens, key_size), stored
@@ -93,13 +94,11 @@ def window_entries(call: WindowedCall) -> dict[str, tuple[tuple[int, ...], torch
     return entries
 
 
-def has_entries(state: State, entries: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+def has_entries(state: State, entries: Entries) -> bool:
     """Return whether a state has these entries, of these sizes and dtypes."""
-    for name, (shape, dtype) in entries.items():
-        tensor = state.get(name)
-        if tensor is None or tensor.shape != shape or tensor.dtype is not dtype:
-            return False
-    return True
+    if not entries.keys() <= state.keys():
+        return False
+    return all(state[name].shape == shape and state[name].dtype is dtype for name, (shape, dtype) in entries.items())
 
 
 def _state_matches(call: BackendCall, state: State) -> bool:

@@ -18,7 +18,7 @@ it (bidirectional: and after it), its neighbours. Everything farther comes from 
 added up from the beginning (and from the end) and never subtracted, so that no digits cancel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -99,21 +99,6 @@ def pad_tokens(tensor: Tensor, before: int, after: int) -> Tensor:
     return functional.pad(tensor, (0, 0, before, after))
 
 
-class _Padding(NamedTuple):
-    """How tokens are padded to `tokens`, with zeros of which so many come `before`; of a free length: `chunk_order`."""
-
-    before: int
-    tokens: int
-    order: tuple[Tensor, Tensor] | None
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Return `[B, H, L, …]` with these tokens. What follows must not depend on the order of a free length."""
-        if self.order is None:
-            return pad_tokens(tensor, self.before, self.tokens - self.before - tensor.shape[2])
-        index, padding = self.order
-        return tensor.index_select(2, index).masked_fill(padding.unsqueeze(-1), 0)
-
-
 def split_blocks(tensor: Tensor, size: int, count: int, dim: int = 2) -> Tensor:
     """Split tokens into blocks: a new first dimension of blocks, and tokens at `dim + 1`.
 
@@ -175,6 +160,16 @@ def _far_scale(log_scale: Tensor, key_scale: Tensor | None, top: Tensor) -> Tens
     """
     exponent = (log_scale - top).clamp(max=LARGEST_GAP) if key_scale is None else log_scale + key_scale - top
     return exponent.exp().unsqueeze(-1)
+
+
+def _far_and_near(rows: Features, columns: Sequence[Columns], far: KVState) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return the weights of the columns, the far keys' `Σ w [v, 1]` `[…, n, e + 1]`, and the stabilisers `[…, n]`."""
+    far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
+    weights, top = row_weights(rows, columns, far_scale)
+    total = rows.values @ far.total
+    if rows.log_scale is not None:
+        total = total * _far_scale(rows.log_scale, far_scale, top)
+    return weights, total, top
 
 
 class Gathered(NamedTuple):
@@ -317,7 +312,6 @@ class _BlockedCall:
         self.ahead = 0 if call.causal else self.reach
         self.before = self.reach * self.size - older
         pad_keys = self._padding(call.key, self.before, self.reach + self.count + self.ahead)
-        #: Add tokens to those of `[B, H, L, …]`, as many as fill the blocks of rows.
         self.pad_rows = self._padding(call.query, 0, self.count)
         self.key, self.value = pad_keys(call.key), pad_keys(call.value)
         self.valid, self.far = (pad_keys(real[:, None, :, None])[:, 0, :, 0] for real in (valid, far))
@@ -337,9 +331,15 @@ class _BlockedCall:
         #: The sums over no keys: where no state stands before the first token, block 0 is empty.
         self.nothing = blocks.kv_state.at(0)
 
-    def _padding(self, tensor: Tensor, before: int, count: int) -> _Padding:
-        order = chunk_order(count, self.size, tensor.shape[2], -before, tensor.device) if self.free else None
-        return _Padding(before, count * self.size, order)
+    def _padding(self, like: Tensor, before: int, count: int) -> Callable[[Tensor], Tensor]:
+        """Return what adds zeros to `[B, H, L, …]` so that it has `count` blocks; so many tokens of them come `before`.
+
+        What follows must not depend on the order of a free length (`chunk_order`).
+        """
+        if not self.free:
+            return lambda x: pad_tokens(x, before, count * self.size - before - x.shape[2])
+        index, padding = chunk_order(count, self.size, like.shape[2], -before, like.device)
+        return lambda x: x.index_select(2, index).masked_fill(padding.unsqueeze(-1), 0)
 
     def group_size(self, start: int) -> int:
         """Return the number of blocks of rows in the group that begins with block `start`."""
@@ -399,11 +399,7 @@ class _BlockedCall:
         if self.sinks is not None:
             pairs.append(_sink_columns(self.sinks, rows, start * self.size, self.call))
         columns, values = zip(*pairs, *stored, strict=True)
-        far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
-        weights, top = row_weights(features, columns, far_scale)
-        total = features.values @ far.total
-        if features.log_scale is not None:
-            total = total * _far_scale(features.log_scale, far_scale, top)
+        weights, total, top = _far_and_near(features, columns, far)
         for weight, value in zip(weights, values, strict=True):
             total = total + weight @ value
         return Accumulator(weighted_mean(total).to(self.call.value.dtype) if self.normalise else total, top)
@@ -596,16 +592,12 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     values, scale = call.query_features(query.to(dtype), 0)
     mix = call.log_mixing_weights().to(dtype).exp().unsqueeze(-1)
     features = Features((values * mix).reshape(grouped), None if scale is None else scale.reshape(grouped[:-1]))
-    far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
     columns = [Columns(logits)]
     if call.store:
         scaled = with_ones(query.to(dtype) * call.scaling).reshape(grouped)
         stored, stored_value = _store_columns(pool, is_stored, scaled, call, call.key_features(pool.key.to(dtype), 0))
         columns.append(stored)
-    weights, top = row_weights(features, columns, far_scale)
-    total = features.values @ far.total
-    if features.log_scale is not None:
-        total = total * _far_scale(features.log_scale, far_scale, top)
+    weights, total, _ = _far_and_near(features, columns, far)
     if call.store:
         total = total + weights[1] @ stored_value
     out = divide(weights[0] @ near_value + total[..., :-1], weights[0].sum(dim=-1) + total[..., -1])
