@@ -45,9 +45,7 @@ static void row_gradients(const Call& c, long b, long h, long start, int count, 
 
 // Adds `row` to each of the rows, times scale[t] if there is one.
 static void add_to_rows(const float* row, int width, int count, float* to, const float* scale = nullptr) {
-  for (int t = 0; t < count; ++t)
-    for (int j = 0; j < width; j += LANES)
-      store(to + (size_t)t * width + j, load(to + (size_t)t * width + j) + load(row + j) * (scale ? scale[t] : 1.0f));
+  for (int t = 0; t < count; ++t) add_scaled(row, width, scale ? scale[t] : 1.0f, to + (size_t)t * width);
 }
 
 // From the gradient of a block's features to that of x, in back.x_gradient. head: among those of all rows of the batch.

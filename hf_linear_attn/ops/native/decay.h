@@ -21,10 +21,7 @@ struct Decay {
   // Decays of a block of one head; tokens that the mask drops do not decay.
   void read(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask) {
     read_rows<float>(from, b, head, start, count, size, mask, factors, row);
-    for (int t = 1; t < count; ++t)
-      for (int j = 0; j < row; j += LANES)
-        store(factors + (size_t)t * row + j,
-              load(factors + (size_t)t * row + j) + load(factors + (size_t)(t - 1) * row + j));
+    for (int t = 1; t < count; ++t) add_scaled(factors + (size_t)(t - 1) * row, row, 1.0f, factors + (size_t)t * row);
     memcpy(middle, factors + (size_t)(count / 2) * row, row * sizeof(float));
     for (int t = 0; t < count; ++t)
       for (int j = 0; j < row; j += LANES) {

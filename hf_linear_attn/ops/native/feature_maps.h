@@ -39,6 +39,7 @@ struct Map {
   }
   int segment() const { return padded(width); }
   int features() const { return parts * segment(); }
+  long column_of(long feature) const { return feature / width * segment() + feature % width; }
 };
 
 constexpr int BLOCK = 64;  // tokens
@@ -152,17 +153,14 @@ struct FeatureBlock {
     }
     if (!map->projected) return;
     if (bias_gradient)
-      for (int t = 0; t < count; ++t)
-        for (int j = 0; j < segment; j += LANES)
-          store(bias_gradient + j, load(bias_gradient + j) + load(slope + t * segment + j) * map->bias_scale);
+      for (int t = 0; t < count; ++t) add_scaled(slope + t * segment, segment, map->bias_scale, bias_gradient);
     if (map->in_scale != 1.0f) scale_all(slope, (long)count * segment, map->in_scale);
     multiply(count, x_row, segment, slope, segment, 1, map->weight_t + head * map->weight_t_head, x_row, x_gradient, x_row,
              false);
     if (positive())  // through |x'|^2 / 2
       for (int t = 0; t < count; ++t) {
         const float all = dot(features + (size_t)t * row, gradient + (size_t)t * row, row) * map->in_scale * map->in_scale;
-        for (int j = 0; j < x_row; j += LANES)
-          store(x_gradient + t * x_row + j, load(x_gradient + t * x_row + j) - load(x + t * x_row + j) * all);
+        add_scaled(x + t * x_row, x_row, -all, x_gradient + t * x_row);
       }
     if (weight_gradient) multiply(map->input, segment, count, x, 1, x_row, slope, segment, weight_gradient, segment, true);
   }

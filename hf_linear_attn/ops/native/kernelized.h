@@ -119,10 +119,10 @@ struct State {
 
   void merge(const State& other) {
     if (other.scale > scale) rescale(other.scale);
-    set_sum(*this, other, rescale_factor(other.scale, scale));
+    add_scaled(other.kv, numbers(), rescale_factor(other.scale, scale), kv);
   }
-  void set_sum(const State& first, const State& second, float factor = 1.0f) {
-    for (long i = 0; i < numbers(); i += LANES) store(kv + i, load(first.kv + i) + load(second.kv + i) * factor);
+  void set_sum(const State& first, const State& second) {
+    for (long i = 0; i < numbers(); i += LANES) store(kv + i, load(first.kv + i) + load(second.kv + i));
   }
 };
 
@@ -273,9 +273,8 @@ static void causal_rows(int count, const FeatureBlock& queries, const FeatureBlo
 static bool unpack_state(const Call& c, long stream, State& state) {
   state.clear();
   if (!c.kv) return false;
-  const Map& map = c.key_map;
   for (long f = 0, from = stream * c.num_features(); f < c.num_features(); ++f, ++from) {
-    const long to = f / map.width * map.segment() + f % map.width;
+    const long to = c.key_map.column_of(f);
     memcpy(state.kv + to * state.columns, c.kv + from * c.value_size, c.value_size * sizeof(float));
     state.k[to] = c.k_sum[from];
   }
@@ -284,9 +283,8 @@ static bool unpack_state(const Call& c, long stream, State& state) {
 }
 
 static void pack_state(const Call& c, long stream, const State& state) {
-  const Map& map = c.key_map;
   for (long f = 0, to = stream * c.num_features(); f < c.num_features(); ++f, ++to) {
-    const long from = f / map.width * map.segment() + f % map.width;
+    const long from = c.key_map.column_of(f);
     memcpy(c.next_kv + to * c.value_size, state.kv + from * state.columns, c.value_size * sizeof(float));
     c.next_k_sum[to] = state.k[from];
   }

@@ -258,4 +258,9 @@ static inline void scale_all(float* rows, long numbers, float factor) {
   for (long i = 0; i < numbers; i += LANES) store(rows + i, load(rows + i) * factor);
 }
 
+// to += factor from.
+static inline void add_scaled(const float* from, long numbers, float factor, float* to) {
+  for (long i = 0; i < numbers; i += LANES) store(to + i, load(to + i) + load(from + i) * factor);
+}
+
 }  // namespace hla

@@ -736,13 +736,10 @@ static int windowed(const Call& c) {
           read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, far.queries.x_row);
           far.read_features(c, s, h, start);
           far.rows(count, out, normaliser);
-          if (far.queries.map->scaled()) {
-            memset(near, 0, count * sizeof(float));
-            band.exponentials(count, far.queries.x, c.scaling, false, top, near);
-            far.rescale(count, top, near, out, normaliser);
-          } else {
-            band.exponentials(count, far.queries.x, c.scaling, false, top, normaliser);
-          }
+          const bool scaled = far.queries.map->scaled();
+          if (scaled) memset(near, 0, count * sizeof(float));
+          band.exponentials(count, far.queries.x, c.scaling, false, top, scaled ? near : normaliser);
+          if (scaled) far.rescale(count, top, near, out, normaliser);
           band.add_to(count, out);
           const size_t index = (s.b * c.heads + h) * c.length + start;
           if (c.normaliser) memcpy(c.normaliser + index, normaliser, count * sizeof(float));

@@ -39,10 +39,7 @@ struct GradientAccumulators {
 
 // Adds rows [count, width] to rows that run forwards or backwards from `to`.
 static void add_rows_along(const float* from, int width, int count, float* to, bool backwards) {
-  for (int t = 0; t < count; ++t) {
-    float* row = to + (backwards ? -(long)t : (long)t) * width;
-    for (int j = 0; j < width; j += LANES) store(row + j, load(row + j) + load(from + (size_t)t * width + j));
-  }
+  for (long t = 0; t < count; ++t) add_scaled(from + t * width, width, 1.0f, to + (backwards ? -t : t) * width);
 }
 
 // How `CausalBackward` reads and writes the far part in one direction.
