@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -306,10 +306,9 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
 
 
-def token_major(
-    batch: int, heads: int, length: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Tensor:
+def token_major(sizes: Iterable[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Allocate `[B, H, L, e]` with the memory layout `[B, L, H, e]`, the order in which a model uses it."""
+    batch, heads, length, width = sizes
     if length == 1:
         return torch.empty((batch, heads, 1, width), dtype=dtype, device=device)
     return torch.empty((batch, length, heads, width), dtype=dtype, device=device).transpose(1, 2)

@@ -277,8 +277,8 @@ torch.library.register_fake("hf_linear_attn::run", lambda *arguments: None, lib=
 
 def output(inputs: Tensors) -> Tensor:
     """Allocate the output `[B, H, L, e]` of a kernel."""
-    (batch, heads, length, _), value = inputs["query"].shape, inputs["value"]
-    return token_major(batch, heads, length, value.shape[3], value.dtype)
+    value = inputs["value"]
+    return token_major((*inputs["query"].shape[:3], value.shape[3]), value.dtype)
 
 
 def differentiable(kernel: str, inputs: Tensors, numbers: Numbers) -> Tensor:
@@ -299,9 +299,8 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: str, names: tuple[str, ...], numbers: Numbers, *tensors: Tensor) -> Tensor:
         inputs = dict(zip(names, tensors, strict=True))
-        batch, heads, length, _ = inputs["query"].shape
         saved = {"bidirectional": (), "causal": ("normaliser",), "windowed": ("normaliser", "top")}[kernel]
-        outputs = {"out": output(inputs), **{name: empty(batch, heads, length) for name in saved}}
+        outputs = {"out": output(inputs), **{name: empty(*inputs["query"].shape[:3]) for name in saved}}
         run(kernel, inputs, outputs, numbers)
         ctx.save_for_backward(*tensors, *outputs.values())
         ctx.kernel, ctx.names, ctx.numbers = kernel, (*names, *outputs), numbers
@@ -315,8 +314,7 @@ class _Kernel(torch.autograd.Function):
         for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=False):
             tensor = inputs[name]
             if name in ("query", "key", "value"):
-                batch, heads, length, size = tensor.shape
-                gradients[name] = token_major(batch, heads, length, size, tensor.dtype)
+                gradients[name] = token_major(tensor.shape, tensor.dtype)
             elif name == "mix":
                 gradients[name] = empty(*inputs["query"].shape[:3]).zero_()
             elif name in ("sink_key", "sink_value"):

@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from ..calls import KernelizedCall
-from ..common import DENOMINATOR_EPS, State, first_derivative, parameter_gradient, readable, token_major
+from ..common import DENOMINATOR_EPS, State, first_derivative, parameter_gradient, readable, split_chunks, token_major
 from ..formulas import PARTS, FusedMap
 from ..windowed import LARGEST_GAP
 from . import interpreted, kernels, power_of_two
@@ -296,7 +295,7 @@ def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
     groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
-    out = token_major(batch, heads, length, value_size, value.dtype, value.device)
+    out = token_major((batch, heads, length, value_size), value.dtype, value.device)
     if not out.numel() or not keys:
         return Forward(out.zero_())
     assert call.fused is not None
@@ -325,7 +324,8 @@ def causal(
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
     groups, value_size = key.shape[1], value.shape[3]
-    out = token_major(batch, heads, length, value_size, value.dtype, value.device) if exact is None else exact.out
+    sizes = batch, heads, length, value_size
+    out = token_major(sizes, value.dtype, value.device) if exact is None else exact.out
     if not out.numel():
         return Forward(out, call.state)
     assert call.fused is not None
@@ -429,8 +429,7 @@ def totals(call: KernelizedCall) -> tuple[Tensor, Tensor | None, State | None]:
 def _differentiable(call: KernelizedCall) -> Forward:
     """Return the output, the normalisers (None where there are no keys), with gradients of both, and log scales."""
     assert call.fused is not None
-    first, second = call.fused
-    learned = (first.weight, first.bias, second.weight, second.bias)
+    learned = [tensor for fused in call.fused for tensor in (fused.weight, fused.bias)]
     out, normaliser, row_scale = _Attention.apply(call.query, call.key, call.value, *learned, call)
     return Forward(out, normaliser=normaliser, row_scale=row_scale)
 
@@ -482,9 +481,7 @@ def _through_projection(
     to_weight = to_bias = None
     if needed[0]:
         # Long sums of few numbers: in pieces, so that every processor has one.
-        size = min(x.shape[2], SUMMED_TOKENS)
-        rows = (functional.pad(part, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size)) for part in (x, before))
-        tokens, gradient = rows
+        tokens, gradient = (split_chunks(part, SUMMED_TOKENS) for part in (x, before))
         parts = (tokens.float().transpose(-1, -2) @ gradient).sum(dim=2)
         to_weight = parameter_gradient(parts * fused.in_scale, fused.weight)
     if needed[1] and fused.bias is not None:
@@ -518,11 +515,11 @@ def _backward(
     )  # fmt: skip
     if to_normaliser is not None:
         factors[1].add_(to_normaliser)
-    before = []
-    for x, fused in zip((query, key), call.fused, strict=True):
-        dtype = torch.float32 if is_mapped(fused) else x.dtype
-        before.append(token_major(batch, x.shape[1], x.shape[2], x.shape[3], dtype, x.device))
-    to_value = token_major(batch, groups, keys, value_size, value.dtype, value.device)
+    before = [
+        token_major(x.shape, torch.float32 if is_mapped(fused) else x.dtype, x.device)
+        for x, fused in zip((query, key), call.fused, strict=True)
+    ]
+    to_value = token_major(value.shape, value.dtype, value.device)
     to_query, outputs = rows(before[0]), (rows(before[1]), rows(to_value))
     split = blocks(query, maps, value_size, chunked=call.causal)
     if states is not None:
@@ -559,18 +556,16 @@ def _before_maps(call: KernelizedCall, gradients: list[Tensor]) -> list[Tensor]:
     assert call.fused is not None
     results = []
     for x, fused, gradient in zip((call.query, call.key), call.fused, gradients, strict=True):
+        if not is_mapped(fused):
+            results.append(gradient)
+            continue
         batch, heads, length, size = x.shape
-        before = gradient
-        if is_mapped(fused):
-            (part, both, tokens), width = projection(fused, size, x.dtype), fused.width(size)
-            if both:
-                before = torch.empty(batch, heads, length, width, dtype=gradient.dtype, device=x.device)
-            grid = (batch * heads, triton.cdiv(length, tokens // 2))
-            arguments = rows(x), rows(gradient), rows(before), part, heads, length, both, tokens // 2
-            launch(map_gradients, grid, *arguments, warps=4)
-            if not both and PARTS[fused.activation] == 2:
-                before = before[..., :width] + before[..., width:]
-            if fused.weight is None:
-                before = before.to(x.dtype)
-        results.append(before)
+        (part, both, tokens), width = projection(fused, size, x.dtype), fused.width(size)
+        before = gradient.new_empty(batch, heads, length, width) if both else gradient
+        grid = (batch * heads, triton.cdiv(length, tokens // 2))
+        arguments = rows(x), rows(gradient), rows(before), part, heads, length, both, tokens // 2
+        launch(map_gradients, grid, *arguments, warps=4)
+        if not both and PARTS[fused.activation] == 2:
+            before = before[..., :width] + before[..., width:]
+        results.append(before.to(x.dtype) if fused.weight is None else before)
     return results
