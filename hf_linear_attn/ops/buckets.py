@@ -177,7 +177,7 @@ def add_buckets(
     zero_mix = torch.zeros(1, heads, 1, dtype=dtype, device=key.device)
     width = len(hashing.directions) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
     step = length if torch.compiler.is_compiling() else GATHER_ELEMENTS // max(batch * heads * width, 1)
-    values, scales = [base.values[:, :, :0]], [base.log_scale[:, :, :0]]
+    parts = [Accumulator(*(x[:, :, :0] for x in base))]
     for start in range(0, length, max(step, 1)):
         now = slice(start, min(start + max(step, 1), length))
         grouped = make_query_rows(query[:, :, now], call.query_features, start, groups, call.scaling, zero_mix)
@@ -187,9 +187,8 @@ def add_buckets(
         matches = select_keys(pool, hashed, position, hashing, call.window, call.causal)
         part = Accumulator(*(x[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3) for x in base))
         corrected = _correct(rows, part, matches, pool, call.key_features)
-        values.append(corrected.values.unflatten(2, (heads // groups, -1)).flatten(1, 2))
-        scales.append(corrected.log_scale.unflatten(2, (heads // groups, -1)).flatten(1, 2))
-    return Accumulator(torch.cat(values, dim=2), torch.cat(scales, dim=2)), _store(pool, hashing, after)
+        parts.append(Accumulator(*(x.unflatten(2, (heads // groups, -1)).flatten(1, 2) for x in corrected)))
+    return Accumulator(*(torch.cat(x, dim=2) for x in zip(*parts, strict=True))), _store(pool, hashing, after)
 
 
 def _store(pool: _Pool, hashing: Hashing, band: State | None) -> State:

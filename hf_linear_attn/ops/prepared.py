@@ -60,12 +60,8 @@ def prepare_with_exact(
 ) -> State:
     """Join the states of linear and exact heads after a step, and prepare the next one where that of the former is.
 
-    Args:
-        mechanism: The mechanism of all heads.
-        inputs: The call, of all heads.
-        linear: The state of the linear heads.
-        exact: `exact_key [B, g, n, d]`, `exact_value [B, g, n, e]`, and `exact_mask [B, n]` where there is padding.
-        heads: The linear and the exact key-value heads.
+    Mechanism and inputs are those of all heads; `exact` has `exact_key [B, g, n, d]`, `exact_value [B, g, n, e]`, and
+    `exact_mask [B, n]` where there is padding; `heads` are the linear and the exact key-value heads.
     """
     step = linear.prepared if isinstance(linear, InPlaceState) else None
     if step is None or not (kernel := step.kernels[0]).select_heads(heads[0]):
@@ -206,12 +202,9 @@ class KernelStep:
 
 
 class ExactStep:
-    """Exact attention of some heads over keys and values that grow in memory with spare capacity.
+    """Exact attention of some key-value heads over keys and values that grow in memory with spare capacity.
 
-    Args:
-        inputs: A call with a token like those to come.
-        state: The state, with the keys and values so far.
-        heads: The exact key-value heads.
+    `inputs` is a call with a token like those to come, `state` has the keys and values so far.
     """
 
     def __init__(self, inputs: AttentionInputs, state: InPlaceState, heads: list[int]) -> None:

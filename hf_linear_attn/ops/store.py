@@ -115,13 +115,9 @@ class StoredKeys(NamedTuple):
 
 
 def leaving_keys(call: WindowedCall, key: Tensor, value: Tensor, far: Tensor) -> StoredKeys:
-    """Return the keys that leave the window during a call with their errors, and zeros where `far [B, L]` is False.
+    """Return the keys that leave the window during a call, in order `[B, G, L, d]`, and their values with their errors.
 
-    Args:
-        call: The call, with the state before it.
-        key: The keys that leave, in order `[B, G, L, d]`.
-        value: Their values.
-        far: Which of them count; the others are padding or sinks.
+    They are zeros where `far [B, L]` is False: at padding and sinks.
     """
     key, value = mask_tokens(key, far), mask_tokens(value, far)
     maps = (call.key_features, call.key_features, None, call.num_features)
