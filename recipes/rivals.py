@@ -34,9 +34,11 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
+from itertools import product
 from operator import eq
 from pathlib import Path
 from statistics import fmean, median
@@ -76,11 +78,16 @@ QUANTIZED = {"int8": 8, "int4": 4}
 PRESSES = ("streaming-llm", "snapkv", "keydiff", "expected-attention")
 SHARES = (0.5, 0.25)
 OURS = ("duo-attention", "razor-attention", "mixture", "mixture-int8", "window", "store")
+WITHOUT_HEADS = ("window", "store")
 VARIANTS = (EXACT, *QUANTIZED, *(f"{name}-{share * 100:.0f}" for name in PRESSES for share in SHARES), *OURS)
 
 #: kvpress' defaults: tokens at the beginning that are always kept; queries that vote, and how far a vote spreads;
 #: future positions over which expected attention takes the mean.
 SINKS, VOTERS, SPREAD, FUTURE = 4, 64, 5, 512
+
+#: Measurements, and the options that each depends on; those that exact heads depend on, and all that has them.
+MEASURED_BY = {"text": ("continuation", "greedy"), "recall": ("seed",), "heads": (), "preparation": ()}
+FITTED_BY = ("exact_share", "window_size", "search_length")
 
 #: Depths of the needles of a text.
 DEPTHS = (0.125, 0.375, 0.625, 0.875)
@@ -201,8 +208,8 @@ class Context:
     tokens: int
     seconds: float
     bytes: int
-    scores: dict[str, dict[int, Tensor]]
-    scoring: dict[str, float]
+    scores: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    scoring: dict[str, float] = field(default_factory=dict)
 
     def quantized(self, bits: int) -> Context:
         """Return a copy with keys and values rounded to `bits`, with a scale (float32) for each token and head."""
@@ -214,7 +221,7 @@ class Context:
                 scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
                 setattr(layer, name, (states / scale).round() * scale)
                 size += states.numel() * bits // 8 + scale.numel() * 4
-        return Context(cache, self.tokens, self.seconds + time.perf_counter() - start, size, {}, {})
+        return Context(cache, self.tokens, self.seconds + time.perf_counter() - start, size)
 
     def pressed(self, rival: str, share: float) -> Context:
         """Return a copy with a share of the keys of every head, in their order."""
@@ -227,7 +234,7 @@ class Context:
                 for states in (layer.keys, layer.values)
             )
         seconds = self.seconds + self.scoring[rival] + time.perf_counter() - start
-        return Context(cache, self.tokens, seconds, cache_bytes(cache), {}, {})
+        return Context(cache, self.tokens, seconds, cache_bytes(cache))
 
 
 @torch.inference_mode()
@@ -250,15 +257,12 @@ def read_context(model: PreTrainedModel, ids: Sequence[int], rivals: Sequence[st
             scores[name][layer.layer_idx] = SCORES[name](layer, hidden, cached.keys, cached.values, rotary)
             scoring[name] += time.perf_counter() - start
 
-    layers = [layer.self_attn for layer in base.layers] if rivals else []
-    handles = [layer.register_forward_hook(score, with_kwargs=True) for layer in layers]
-    start = time.perf_counter()
-    try:
+    with ExitStack() as hooks:
+        for layer in base.layers if rivals else ():
+            hooks.enter_context(layer.self_attn.register_forward_hook(score, with_kwargs=True))
+        start = time.perf_counter()
         base(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    seconds = time.perf_counter() - start - sum(scoring.values())
+        seconds = time.perf_counter() - start - sum(scoring.values())
     return Context(cache, len(ids), seconds, cache_bytes(cache), scores, scoring)
 
 
@@ -339,7 +343,7 @@ class Rivals:
         rows = text_rows(self.tokenizer, documents, self.config.search_length, TRAIN_ROWS, causal=True)
         return [{"input_ids": torch.tensor([ids])} for ids in rows]
 
-    def search(self, way: str) -> list[dict[str, Any]]:
+    def search(self, way: str) -> dict[str, Any]:
         """Return the exact heads by the probe of retrieval alone, or by it and the gain on text."""
         length, share = self.config.search_length, self.config.exact_share
         start = time.perf_counter()
@@ -348,15 +352,13 @@ class Rivals:
         else:
             options: dict[str, Any] = {"share": share, "length": length, "window_size": self.config.window_size}
             chosen = hla.find_exact_heads(self.exact, self.tokenizer, self.train_rows, "window", **options)
-        seconds = time.perf_counter() - start
-        table = chosen.table.to_dict("records")
-        return [{"metric": "table", "value": table}, {"metric": "preparation", "value": seconds}]
+        return {"table": chosen.table.to_dict("records"), "preparation": time.perf_counter() - start}
 
     def heads(self, variant: str) -> dict[str, Any]:
         """Return the `table` of `ExactHeads` and the `preparation` (seconds) of the exact heads of a variant."""
         way = "probe" if variant == "razor-attention" else "probe and gain"
-        record = self.study.measure(self.conditions(way, "heads"), partial(self.search, way))
-        return {row["metric"]: row["value"] for row in record.values}
+        self.study.measure(self.conditions(way, "heads"), partial(self.search, way))
+        return self.measured(way, "heads")
 
     def plan(self, variant: str) -> dict[str, Any]:
         """Return the plan of one of `OURS` for `patch_model`."""
@@ -368,35 +370,30 @@ class Rivals:
             window |= {"mix_init": CLOSED_MIX}
         if variant.endswith("-int8"):
             window |= {"cache_dtype": "int8"}
-        if variant in ("store", "window"):
+        if variant in WITHOUT_HEADS:
             return {"default": window}
         table = pd.DataFrame(self.heads(variant)["table"])
         return ExactHeads.first_rows(table, int(table["chosen"].sum()), window).plan()
 
-    def prepare(self, variant: str) -> list[dict[str, Any]]:
-        """Make the model of a variant, and return the seconds that this takes beyond loading."""
-        seconds = 0.0
+    def prepared(self, variant: str) -> tuple[PreTrainedModel, float]:
+        """Return the model of a variant, and the seconds that it takes beyond loading."""
         if variant in self.converted:
             model = hla.load_pretrained(str(self.converted[variant] / "model")).eval()
             results = json.loads((self.converted[variant] / "results.json").read_text(encoding="utf-8"))
-            stages = {name: one for name, one in results["stages"].items() if not name.startswith("control")}
-            seconds = sum(stage.get("seconds") or 0.0 for stage in stages.values())
-        else:
-            plan = self.plan(variant)
-            start = time.perf_counter()
-            model = hla.patch_model(shared_copy(self.exact), plan)
-            if not variant.endswith("-attention"):
-                hla.calibrate(model, self.train_rows)
-            seconds = time.perf_counter() - start
-            if variant not in ("store", "window"):
-                seconds += self.heads(variant)["preparation"]
-        self._models[variant] = model
-        return [{"metric": "preparation", "value": seconds}]
+            stages = [stage for name, stage in results["stages"].items() if not name.startswith("control")]
+            return model, sum(stage.get("seconds") or 0.0 for stage in stages)
+        plan = self.plan(variant)
+        start = time.perf_counter()
+        model = hla.patch_model(shared_copy(self.exact), plan)
+        if not variant.endswith("-attention"):
+            hla.calibrate(model, self.train_rows)
+        seconds = time.perf_counter() - start
+        return model, seconds + (0.0 if variant in WITHOUT_HEADS else self.heads(variant)["preparation"])
 
     def model(self, variant: str) -> PreTrainedModel:
         if variant not in self._models:
-            values = self.prepare(variant)
-            self.study.measure(self.conditions(variant, "preparation"), lambda: values)
+            self._models[variant], seconds = self.prepared(variant)
+            self.study.measure(self.conditions(variant, "preparation"), lambda: {"preparation": seconds})
         return self._models[variant]
 
     def read(self, variant: str, ids: list[int]) -> tuple[PreTrainedModel, Context]:
@@ -420,19 +417,11 @@ class Rivals:
         return context.pressed(rival, float(share) / 100)
 
     def conditions(self, variant: str, measurement: str, **where: Any) -> Conditions:
-        depends: dict[str, tuple[str, ...]] = {
-            "text": ("continuation", "greedy"),
-            "recall": ("seed",),
-            "heads": ("exact_share", "window_size", "search_length"),
-            "preparation": (),
-        }
-        options = to_dict(self.config)
-        made = ("exact_share", "window_size", "search_length") if variant in OURS else ()
-        names = (*depends[measurement], *made)
-        is_fitted = bool(made) or measurement == "heads"
-        files = [*(["test_text"] if measurement == "text" else []), *(["train_text"] if is_fitted else [])]
-        files += [variant] if variant in self.converted else []
-        settings = {name: options[name] for name in names} | {name: self.contents.get(name) for name in files}
+        fitted = variant in OURS or measurement == "heads"
+        names = (*MEASURED_BY[measurement], *(FITTED_BY if fitted else ()))
+        files = {"test_text": measurement == "text", "train_text": fitted, variant: variant in self.converted}
+        settings = {name: getattr(self.config, name) for name in names}
+        settings |= {name: self.contents.get(name) for name, is_read in files.items() if is_read}
         return Conditions(self.name, self.contents["model"], variant, measurement, settings=settings, **where)
 
     @cached_property
@@ -448,27 +437,26 @@ class Rivals:
             texts[length] = rows
         return texts
 
-    def text(self, variant: str, length: int, index: int) -> list[dict[str, Any]]:
+    def text(self, variant: str, length: int, index: int) -> dict[str, Any]:
         """What a variant predicts after a context: loss, greedy continuation, bytes and seconds."""
         ids = self.tokens[length][index]
         model, context = self.read(variant, ids[:length])
         logits = Reader(model, context).read(ids[length:-1])
         loss = float(cross_entropy(logits, torch.tensor(ids[length + 1 :])))
-        tokens = Reader(model, context).generate(ids[length : length + 1], self.config.greedy)
-        output, times = zip(*((token, time.perf_counter()) for token in tokens), strict=True)
-        values: dict[str, Any] = {"loss": loss, "bytes": context.bytes, "prompt_seconds": context.seconds}
-        values |= {"token_seconds": float(pd.Series(times).diff().median())}
-        values |= {"output": list(output), "likeliest": logits.argmax(-1).tolist()}
-        return [{"metric": name, "value": value} for name, value in values.items()]
+        generated = Reader(model, context).generate(ids[length : length + 1], self.config.greedy)
+        output, times = zip(*((token, time.perf_counter()) for token in generated), strict=True)
+        seconds = {"prompt_seconds": context.seconds, "token_seconds": float(pd.Series(times).diff().median())}
+        tokens = {"output": list(output), "likeliest": logits.argmax(-1).tolist()}
+        return {"loss": loss, "bytes": context.bytes, **seconds, **tokens}
 
-    def recall(self, variant: str, length: int, task: str, trial: int) -> list[dict[str, Any]]:
+    def recall(self, variant: str, length: int, task: str, trial: int) -> dict[str, Any]:
         """Score answers to questions that are seen after the context was read and keys were dropped."""
         generator = random.Random(f"{self.config.seed} {task} {length} {trial}")
         scores = []
         for prompt in PROMPT_FUNCTIONS[task](self.maker, generator, length, DEPTHS):
             model, context = self.read(variant, prompt.ids[: prompt.shared])
             scores.append(Reader(model, context).answer(prompt, self.maker))
-        return [{"metric": "scores", "value": scores}]
+        return {"scores": scores}
 
     def measure_all(self) -> None:
         """Make all measurements, text by text, so that a stopped run has compared all variants."""
@@ -479,11 +467,9 @@ class Rivals:
                     sys.stderr.write(f"{length} tokens, text {index}: {variant}\n")
                     conditions = self.conditions(variant, "text", length=length, seed=index)
                     self.study.measure(conditions, partial(self.text, variant, length, index))
-                for task in config.tasks if index < config.trials else ():
-                    for variant in self.variants:
-                        where = {"length": length, "task": task, "seed": index}
-                        conditions = self.conditions(variant, "recall", **where)
-                        self.study.measure(conditions, partial(self.recall, variant, length, task, index))
+                for task, variant in product(config.tasks, self.variants) if index < config.trials else ():
+                    conditions = self.conditions(variant, "recall", length=length, task=task, seed=index)
+                    self.study.measure(conditions, partial(self.recall, variant, length, task, index))
                 self.report()
 
     # ---------------------------------------------------------------------------------------------- the report
@@ -493,29 +479,25 @@ class Rivals:
         record = self.study.records.latest(self.conditions(variant, measurement, **where))
         return {} if record is None else {row["metric"]: row["value"] for row in record.values}
 
+    def series(self, variant: str, measurement: str, count: int, **where: Any) -> list[dict[str, Any]]:
+        """Return the values of each text or trial."""
+        return [self.measured(variant, measurement, **where, seed=index) for index in range(count)]
+
     def results(self) -> list[dict[str, Any]]:
         """Return a row for each length and variant, of what has been measured."""
         config, rows = self.config, []
-        for length in config.lengths:
-
-            def texts(variant: str, length: int = length) -> pd.DataFrame:
-                where = [{"length": length, "seed": index} for index in range(config.texts)]
-                return pd.DataFrame([self.measured(variant, "text", **one) for one in where])
-
-            exact = texts(EXACT)
-            for variant in self.variants:
-                preparation = self.measured(variant, "preparation").get("preparation", 0.0)
-                row: dict[str, Any] = {"length": length, "variant": variant, "preparation": preparation, "recall": {}}
-                if len((own := texts(variant)).columns):
-                    row |= _compare(own, exact)
-                for task in config.tasks:
-                    where = [{"length": length, "task": task, "seed": index} for index in range(config.trials)]
-                    parts = [self.measured(variant, "recall", **one).get("scores", []) for one in where]
-                    if scores := [score for part in parts for score in part]:
-                        facts = {"score": sum(scores) / len(scores), "prompts": len(scores), "scores": scores}
-                        row["recall"][task] = facts
-                if row["recall"] or "loss" in row:
-                    rows.append(row)
+        for length, variant in product(config.lengths, self.variants):
+            preparation = self.measured(variant, "preparation").get("preparation", 0.0)
+            row: dict[str, Any] = {"length": length, "variant": variant, "preparation": preparation, "recall": {}}
+            texts = partial(self.series, measurement="text", count=config.texts, length=length)
+            if any(own := texts(variant)):
+                row |= _compare(pd.DataFrame(own), pd.DataFrame(texts(EXACT)))
+            for task in config.tasks:
+                trials = self.series(variant, "recall", config.trials, length=length, task=task)
+                if scores := [score for trial in trials for score in trial.get("scores", ())]:
+                    row["recall"][task] = {"score": sum(scores) / len(scores), "prompts": len(scores), "scores": scores}
+            if row["recall"] or "loss" in row:
+                rows.append(row)
         return rows
 
     def report(self) -> None:
@@ -582,30 +564,30 @@ def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
     tasks = list(dict.fromkeys(task for row in rows for task in row["recall"]))
     with matplotlib.rc_context(STYLE):
         figure, grid = new_figure(4.2 * max(len(lengths), 1), max(len(lengths), 1), 1 + len(tasks), squeeze=False)
-        points: list[tuple[Any, float, float, str]] = []
+        points: dict[Any, list[tuple[float, float, str]]] = {axes: [] for axes in grid.flat}
         for panels, length in zip(grid, lengths, strict=False):
-            measured = {row["variant"]: row for row in rows if row["length"] == length and "bytes" in row}
-            for name, row in measured.items():
-                share, loss = 100 * row["bytes"] / measured[EXACT]["bytes"], row["loss"] - measured[EXACT]["loss"]
-                style = {"marker": "o" if name in (EXACT, *QUANTIZED) or name.rsplit("-", 1)[0] in PRESSES else "^"}
-                panels[0].plot([share], [loss], color="black", markersize=4, **style)
-                points.append((panels[0], share, loss, name))
-                for axes, task in zip(panels[1:], tasks, strict=True):
-                    if task not in row["recall"]:
-                        continue
-                    score, count = row["recall"][task]["score"], row["recall"][task]["prompts"]
-                    low, high = wilson_interval(score, count)
-                    errors = [[100 * (score - low)], [100 * (high - score)]]
-                    axes.errorbar([share], [100 * score], errors, color="black", markersize=4, linewidth=0.6, **style)
-                    points.append((axes, share, 100 * score, name))
             panels[0].set(title=f"Loss after {length:,} tokens", ylabel="nats beyond exact")
             for axes, task in zip(panels[1:], tasks, strict=True):
                 axes.set(title=f"Recall after {length:,} tokens", ylabel=f"{task}, %")
             for axes in panels:
                 axes.set(xlabel="cache, % of exact in float32", xlim=(0, 130))
+            measured = {row["variant"]: row for row in rows if row["length"] == length and "bytes" in row}
+            exact = measured[EXACT]
+            for name, row in measured.items():
+                share = 100 * row["bytes"] / exact["bytes"]
+                heights: dict[Any, Any] = {panels[0]: (row["loss"] - exact["loss"], None)}
+                for axes, task in zip(panels[1:], tasks, strict=True):
+                    if recall := row["recall"].get(task):
+                        low, high = wilson_interval(recall["score"], recall["prompts"])
+                        errors = [[100 * (recall["score"] - low)], [100 * (high - recall["score"])]]
+                        heights[axes] = (100 * recall["score"], errors)
+                marker = "o" if name in (EXACT, *QUANTIZED) or name.rsplit("-", 1)[0] in PRESSES else "^"
+                for axes, (height, errors) in heights.items():
+                    axes.errorbar([share], [height], errors, color="black", marker=marker, markersize=4, linewidth=0.6)
+                    points[axes].append((share, height, name))
         figure.draw_without_rendering()  # fixes the layout of the panels
-        for axes in grid.flat:
-            write_names(axes, [point[1:] for point in points if point[0] is axes])
+        for axes, named in points.items():
+            write_names(axes, named)
         return png(figure)
 
 
