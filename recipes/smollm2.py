@@ -38,7 +38,7 @@ from typing import Any
 import matplotlib
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import with_default_config
@@ -163,9 +163,8 @@ class Variants:
     def measure(self, variant: str, measurement: str, function: Callable[[], Any]) -> Any:
         """Return the value of a measurement, which is made once."""
         sys.stderr.write(f"{variant}: {measurement}\n")
-        conditions = self.conditions(variant, measurement)
-        values = self.study.measure(conditions, lambda: [{"metric": measurement, "value": function()}]).values
-        return values[0]["value"]
+        record = self.study.measure(self.conditions(variant, measurement), lambda: {measurement: function()})
+        return record.value(measurement)
 
     @cached_property
     def heads(self) -> dict[str, Any]:
@@ -233,8 +232,6 @@ class Variants:
         return self.load(variant)
 
     def load(self, variant: str) -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM
-
         if variant == EXACT:
             return self.exact
         load: Any = AutoModelForCausalLM.from_pretrained if variant == CONTROL else hla.load_pretrained
@@ -259,15 +256,8 @@ class Variants:
         return rows
 
     def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
-        result = hla.measure_recall(
-            model,
-            self.tokenizer,
-            tasks=self.config.recall_tasks,
-            lengths=self.config.recall_lengths,
-            trials=self.config.recall_trials,
-            batch_size=1,
-        )
-        return result.table.to_dict("records")
+        options = {name: getattr(self.config, f"recall_{name}") for name in ("tasks", "lengths", "trials")}
+        return hla.measure_recall(model, self.tokenizer, **options, batch_size=1).table.to_dict("records")
 
     def decoding(self, model: PreTrainedModel) -> list[dict[str, Any]]:
         """Seconds and cache bytes of a new token, interleaved with the exact model."""
@@ -293,7 +283,7 @@ class Variants:
         measured: dict[str, Any] = {}
         for name in (EXACT, *VARIANTS):
             records = {one: self.study.records.latest(self.conditions(name, one)) for one in MEASUREMENTS}
-            known = {one: record.values[0]["value"] for one, record in records.items() if record is not None}
+            known = {one: record.value(one) for one, record in records.items() if record is not None}
             measured |= {name: known} if "perplexity" in known else {}  # others were measured with other options
         runs = {name: self.folder / name / "results.json" for name in measured}
         stages = {name: json.loads(path.read_bytes())["stages"] for name, path in runs.items() if path.exists()}
