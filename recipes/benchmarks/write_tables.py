@@ -63,11 +63,10 @@ def machine_of(environment: dict[str, Any]) -> str:
     return text if load is None else f"{text}, load at the start {load:.1f}"
 
 
-def grid(rows: pd.DataFrame, columns: str, text: Callable[[pd.Series], str], unit: str = "") -> pd.DataFrame:
-    """Return a table with the mechanisms down, in their order, and a numeric column across."""
-    cells = rows.assign(cell=rows.apply(text, axis=1)).pivot(index="attention", columns=columns, values="cell")
-    cells = cells.loc[rows["attention"].unique()].rename(columns=lambda column: f"{column:,}{unit}")
-    return cells.rename_axis(index="", columns=None).reset_index()
+def grid(cells: pd.Series, rows: pd.DataFrame, down: Sequence[str], across: str, title: str = "{:,}") -> pd.DataFrame:
+    """Return a table of cells with the values of some columns of their rows down, and those of one across, in order."""
+    table = cells.set_axis(pd.MultiIndex.from_frame(rows[[*down, across]])).unstack(sort=False)
+    return table.rename(columns=title.format).rename_axis(columns=None).reset_index()
 
 
 def times(value: float) -> str:
@@ -91,9 +90,9 @@ SDPA, FREE = "sdpa", "without attention"
 
 
 def _with_backend(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with names such as `elu [native]`."""
-    names = rows["attention"].where(rows["backend"] == "", rows["attention"] + " [" + rows["backend"] + "]")
-    return rows.assign(attention=names)
+    """The rows with names such as `elu [native]` in a column without a title."""
+    backends = rows["backend"].map(" [{}]".format).where(rows["backend"] != "", "")
+    return rows.assign(**{"": rows["attention"] + backends})
 
 
 def _forward(rows: pd.DataFrame) -> pd.DataFrame:
@@ -102,9 +101,6 @@ def _forward(rows: pd.DataFrame) -> pd.DataFrame:
 
 def attention_tables() -> str:
     """Speedup over `sdpa` of every mechanism on every backend, with the crossover."""
-
-    def cell(row: pd.Series) -> str:
-        return format_seconds(row["seconds.median"]) if row["attention"] == SDPA else times(row["speedup.median"])
 
     def faster_from(rows: pd.DataFrame) -> str:
         if (rows["speedup.median"] == 1).all():
@@ -115,8 +111,9 @@ def attention_tables() -> str:
     results = Results.read("attention.json.gz")
     parts = [f"{results.machine}. The row sdpa shows times. Crossover: from this length on faster than sdpa."]
     for direction, rows in _with_backend(_forward(results.rows)).groupby("direction", sort=False):
-        table = grid(rows, "length", cell)
-        table["crossover"] = table[""].map(rows.groupby("attention").apply(faster_from, include_groups=False))
+        seconds, speedups = rows["seconds.median"].map(format_seconds), rows["speedup.median"].map(times)
+        table = grid(speedups.mask(rows[""] == SDPA, seconds), rows, [""], "length")
+        table["crossover"] = table[""].map(rows.groupby("").apply(faster_from, include_groups=False))
         parts += [f"**Speedup over sdpa: {direction}, float32, forward**", to_markdown(table)]
     return "\n\n".join(parts)
 
@@ -129,8 +126,9 @@ def memory_tables() -> str:
         "of the output. What is smaller than a few hundred kilobytes is noise."
     ]
     for (direction, done), rows in _with_backend(results.rows).groupby(["direction", "pass"], sort=False):
-        table = grid(rows, "length", lambda row: f"{format_bytes(row['bytes'])} ({times(row['to_output'])})")
-        parts += [f"**Peak extra memory: {direction}, {done.replace('+', ' + ')}, float32**", to_markdown(table)]
+        cells = rows["bytes"].map(format_bytes) + rows["to_output"].map(times).map(" ({})".format)
+        parts.append(f"**Peak extra memory: {direction}, {done.replace('+', ' + ')}, float32**")
+        parts.append(to_markdown(grid(cells, rows, [""], "length")))
     return "\n\n".join(parts)
 
 
@@ -180,42 +178,33 @@ def short_inputs_table() -> str:
     """The speedup of the default mechanism at the lengths of most inputs, and the highest possible one behind it."""
     results = Results.read("models-short.json")
     titles = {"forward": "forward pass", "forward+backward": "training step", "prefill": "prompt", "decoding": "token"}
-    keys = ["model", "pass", "length"]
-    speedups = results.rows.pivot(index=keys, columns="attention", values="speedup.median")
-    cells = speedups["window"].map("{:.2f}".format) + speedups[FREE].map(
-        " of {:.2f}".format, na_action="ignore"
-    ).fillna("")
-    table = cells.unstack("length").loc[[*results.rows[keys[:2]].drop_duplicates().itertuples(index=False)]]
-    table = table.rename(columns=lambda length: f"{length:,} tokens").reset_index()
-    return f"{results.machine}.\n\n{to_markdown(table.assign(**{'pass': table['pass'].map(titles)}), text_columns=2)}"
+    rows = results.rows.assign(**{"pass": results.rows["pass"].map(titles)})
+    speedups = grid(rows["speedup.median"].map("{:.2f}".format), rows, ["model", "pass", "length"], "attention", "{}")
+    cells = speedups["window"] + speedups[FREE].map(" of {}".format, na_action="ignore").fillna("")
+    table = grid(cells, speedups, ["model", "pass"], "length", "{:,} tokens")
+    return f"{results.machine}.\n\n{to_markdown(table, text_columns=2)}"
 
 
 def tokens_table() -> str:
     """The time of a token of a decoder with windows over that of the exact model, by what the cache holds."""
     results = Results.read("tokens.json")
-    rows = results.rows[results.rows["attention"] != SDPA]
+    rows = results.rows[results.rows["attention"] != SDPA].sort_values("batch", kind="stable")
     cells = (1 / rows["speedup.median"]).map("{:.2f}".format)
-    rows = rows.assign(cell=cells, context=rows["length"].map("{:,} tokens".format))
-    keys = ["attention", "batch"]
-    table = rows.pivot(index=keys, columns="context", values="cell")[rows["context"].unique()]
-    table = table.loc[[*rows[keys].drop_duplicates().sort_values("batch", kind="stable").itertuples(index=False)]]
-    return f"{results.machine}.\n\n{to_markdown(table.rename_axis(columns=None).reset_index())}"
+    return f"{results.machine}.\n\n{to_markdown(grid(cells, rows, ['attention', 'batch'], 'length', '{:,} tokens'))}"
 
 
 def compiled_table() -> str:
     """Eager and compiled time of a forward pass and of a token, exact and linear."""
     results = Results.read("compiled.json")
-    length, rows = results.settings["length"], results.rows.copy()
+    length, rows = results.settings["length"], results.rows
     titles = {"forward": f"forward pass of {length:,} tokens", "token": f"a token after {length:,}"}
-    for name in ("eager", "compiled"):
-        rows[f"{name}, ms"] = (1e3 * rows[f"{name}.median"]).map("{:.1f}".format)
-    rows["eager / compiled"] = rows["speedup.median"].map("{:.2f}×".format)
+    columns = {f"{name}, ms": (1e3 * rows[f"{name}.median"]).map("{:.1f}".format) for name in ("eager", "compiled")}
+    columns["eager / compiled"] = rows["speedup.median"].map("{:.2f}×".format)
     rows["attention"] = rows["attention"].map(CODE)
-    keys, values = ["model", "dtype", "attention"], ["eager, ms", "compiled, ms", "eager / compiled"]
-    table = rows.pivot(index=keys, columns="work", values=values).loc[[*rows[keys].drop_duplicates().itertuples(False)]]
-    table = table[[(value, work) for work in titles for value in values]]
-    table.columns = pd.Index([f"{titles[work]}, {value}" for value, work in table.columns])
-    return f"{results.machine}; medians.\n\n{to_markdown(table.reset_index().fillna(''), text_columns=3)}"
+    cells = pd.DataFrame(columns).set_axis(pd.MultiIndex.from_frame(rows[["model", "dtype", "attention", "work"]]))
+    table = cells.unstack(sort=False).swaplevel(axis=1)[[*titles]].fillna("")
+    table.columns = pd.Index([f"{titles[work]}, {name}" for work, name in table.columns])
+    return f"{results.machine}; medians.\n\n{to_markdown(table.reset_index(), text_columns=3)}"
 
 
 def transfer_cost_tables() -> str:
@@ -223,9 +212,9 @@ def transfer_cost_tables() -> str:
     results = Results.read("transfer-cost.json")
     parts = [f"{results.machine}."]
     for model, rows in results.rows.groupby("model", sort=False):
-        rows = rows.assign(attention=rows["attention"].map(CODE))
-        table = grid(rows, "length", lambda row: f"{row['forward_passes.median']:.2f}", unit=" tokens")
-        parts.append(to_markdown(table.rename(columns={"": model})))
+        rows = rows.assign(**{model: rows["attention"].map(CODE)})
+        cells = rows["forward_passes.median"].map("{:.2f}".format)
+        parts.append(to_markdown(grid(cells, rows, [model], "length", "{:,} tokens")))
     return "\n\n".join(parts)
 
 
@@ -235,13 +224,12 @@ def transfer_cost_tables() -> str:
 
 def onnx_table() -> str:
     """Processor time and peak memory of an encoder under ONNX Runtime, by length."""
-    results = Results.read("onnx.json")
-    cells, texts = results.rows.pivot(index="length", columns="attention"), {}
+    results, table = Results.read("onnx.json"), {}
     for column, unit, form in (("seconds", "s", "{:.2f}"), ("megabytes", "MB", "{:,.0f}")):
-        for name in results.rows["attention"].unique():
-            texts[f"{name if name == 'exact' else CODE(name)}, {unit}"] = cells[column][name].map(form.format)
-    table = pd.DataFrame({"tokens": cells.index.map("{:,}".format)}, cells.index).assign(**texts)
-    return f"{results.machine}.\n\n{to_markdown(table)}"
+        for name, rows in results.rows.groupby("attention", sort=False):
+            cells = rows.set_index(rows["length"].map("{:,}".format))[column].map(form.format)
+            table[f"{name if name == 'exact' else CODE(name)}, {unit}"] = cells
+    return f"{results.machine}.\n\n{to_markdown(pd.DataFrame(table).rename_axis('tokens').reset_index())}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -349,20 +337,17 @@ def linear_part_table() -> str:
 
 def exact_heads_table() -> str:
     """Recall and loss by share of exact heads and by way of choosing them; over all seeds."""
-    rows = Results.read("exact-heads.json").rows
+    rows = Results.read("exact-heads.json").rows.dropna(subset=["share"]).sort_values("share", kind="stable")
     lines = []
-    for (way, spread, share), group in rows.dropna(subset=["share"]).groupby(
-        ["way", "one in each layer", "share"], sort=False
-    ):
+    for (way, spread, share), group in rows.groupby(["way", "one in each layer", "share"], sort=False):
         scores = group["scores"].sum()  # of lists
         recall = sum(scores) / len(scores)
         low, high = wilson_interval(recall, len(scores))
         line = {"heads chosen by": f"{way}, one in each layer" if spread else way, "share": f"{100 * share:.0f} %"}
         line["recall"] = _interval({"recall": recall, "low": low, "high": high})
         line |= {"prompts": str(len(scores)), "loss": f"{group['loss'].dropna().iloc[0]:.3f}"}
-        lines.append((share, line))
-    lines.sort(key=lambda pair: pair[0])  # stable: as measured within a share
-    return to_markdown(pd.DataFrame([line for _, line in lines]))
+        lines.append(line)
+    return to_markdown(pd.DataFrame(lines))
 
 
 def budgets_table() -> str:
