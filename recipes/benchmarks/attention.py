@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -71,21 +72,19 @@ def attention(
         device: A torch device.
     """
     workloads.check_names(attention, backend)
-    for direction in directions:
-        for dtype in dtypes:
-            for done in passes:
-                setting = Setting(direction == "causal", dtype, PASSES[done], batch, heads, head_dim, seed, device)
-                keys = [(BASELINE, ""), *setting.supported(attention, backend, peers=peers)]
-                last: dict[Key, float] = {}
-                before = 1
-                for length in sorted(lengths):
-                    growth = length / before
-                    keys = [key for key in keys if last.get(key, 0) * growth ** (1 + (key[0] == BASELINE)) < longest]
-                    facts = {"direction": direction, "dtype": dtype, "pass": done, "length": length}
-                    settings = {**vars(setting), "names": [" ".join(key) for key in keys], "seconds": seconds}
-                    rows = yield Cell(facts, partial(measure, setting, keys, length, seconds), settings)
-                    last = {(row["attention"], row["backend"]): row["seconds"]["median"] for row in rows}
-                    before = length
+    for direction, dtype, done in product(directions, dtypes, passes):
+        setting = Setting(direction == "causal", dtype, PASSES[done], batch, heads, head_dim, seed, device)
+        keys = [(BASELINE, ""), *setting.supported(attention, backend, peers=peers)]
+        last: dict[Key, float] = {}
+        before = 1
+        for length in sorted(lengths):
+            growth = length / before
+            keys = [key for key in keys if last.get(key, 0) * growth ** (1 + (key[0] == BASELINE)) < longest]
+            facts = {"direction": direction, "dtype": dtype, "pass": done, "length": length}
+            settings = {**vars(setting), "names": [" ".join(key) for key in keys], "seconds": seconds}
+            rows = yield Cell(facts, partial(measure, setting, keys, length, seconds), settings)
+            last = {(row["attention"], row["backend"]): row["seconds"]["median"] for row in rows}
+            before = length
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,7 @@ def measure(setting: Setting, keys: Sequence[Key], length: int, seconds: float) 
     forms = {name: setting.form(name, length) for name, _ in keys}
     once = {name: inputs.call(form.attend, setting.backward, form.module) for name, form in forms.items()}
     calls: dict[Any, Call] = {(name, backend): workloads.on_backend(once[name], backend) for name, backend in keys}
-    product, product_flops = reference_product(inputs.key, inputs.value)
-    calls["product"] = product
+    calls["product"], product_flops = reference_product(inputs.key, inputs.value)
     for features in {form.features for form in forms.values()} - {None}:
         calls[features] = products(inputs.key, inputs.value, features, setting.causal)
     with torch.set_grad_enabled(setting.backward):
@@ -298,17 +296,13 @@ def memory(
         seed: Of inputs, random weights and random features.
     """
     workloads.check_names(attention, backend)
-    for direction in directions:
-        for done in passes:
-            setting = Setting(direction == "causal", "float32", PASSES[done], batch, heads, head_dim, seed)
-            keys = [*((name, "") for name in EXACT), *setting.supported(attention, backend)]
-            for length in sorted(lengths):
-                for key in keys:
-                    if key[0] == EAGER and not _fits(setting, length):
-                        continue
-                    facts = {"direction": direction, "pass": done, "length": length}
-                    facts |= {"attention": key[0], "backend": key[1]}
-                    yield Cell(facts, partial(peak, setting, key, length), vars(setting))
+    for direction, done in product(directions, passes):
+        setting = Setting(direction == "causal", "float32", PASSES[done], batch, heads, head_dim, seed)
+        keys = [*((name, "") for name in EXACT), *setting.supported(attention, backend)]
+        for length, (name, chosen) in product(sorted(lengths), keys):
+            if name != EAGER or _fits(setting, length):
+                facts = {"direction": direction, "pass": done, "length": length, "attention": name, "backend": chosen}
+                yield Cell(facts, partial(peak, setting, (name, chosen), length), vars(setting))
 
 
 def _fits(setting: Setting, length: int) -> bool:

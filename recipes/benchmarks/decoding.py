@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,22 +59,20 @@ def decoding(
         device: A torch device.
     """
     workloads.check_names(attention, backend)
-    for dtype in dtypes:
-        for batch in batches:
-            setting = Setting(True, dtype, False, batch, heads, head_dim, seed, device)
-            decoders = list(decoders_of(setting, attention, backend, max(contexts) + EXTRA_TOKENS))
-            names = [f"{one.attention} {one.backend}" for one in decoders]
-            for context in sorted(contexts):
-                facts = {"dtype": dtype, "batch": batch, "context": context}
-                call = partial(_measure, setting, decoders, context, seconds)
-                yield Cell(facts, call, {**vars(setting), "names": names, "seconds": seconds})
+    for dtype, batch in product(dtypes, batches):
+        setting = Setting(True, dtype, False, batch, heads, head_dim, seed, device)
+        decoders = list(decoders_of(setting, attention, backend, max(contexts) + EXTRA_TOKENS))
+        settings = {**vars(setting), "names": [" ".join(one.key) for one in decoders], "seconds": seconds}
+        for context in sorted(contexts):
+            facts = {"dtype": dtype, "batch": batch, "context": context}
+            yield Cell(facts, partial(_measure, setting, decoders, context, seconds), settings)
 
 
 class Decoder:
     """A mechanism on a backend with its state. A constant state goes on; one that grows stays as before a step."""
 
     def __init__(self, attention: str, backend: str, module: LinearAttention) -> None:
-        self.attention, self.backend, self.module = attention, backend, module
+        self.key, self.backend, self.module = (attention, backend), backend, module
         self.is_constant = ATTENTIONS.get(attention).state == "constant"
         self.state: State | None = None
         self.filled = 0
@@ -128,21 +127,21 @@ def _measure(setting: Setting, decoders: Sequence[Decoder], context: int, second
     calls: dict[Any, Call] = {}
     for one in decoders:
         one.fill(context, setting)
-        calls[one.attention, one.backend] = one.call(token)
+        calls[one.key] = one.call(token)
     cache_bytes = 2 * context * token.key.nbytes
     if 4 * cache_bytes < MEMORY_SHARE * (free_memory(device) or float("inf")):
         calls[BASELINE, ""] = growing_cache(token, context, setting.seed)
-    features = {one.attention: workloads.num_features(one.module) for one in decoders}
+    features = {one.key: workloads.num_features(one.module) for one in decoders}
     floors: dict[Any, Call] = {m: state_floor(token.query, m) for m in features.values() if m is not None}
     samples = sample_interleaved(calls | floors, seconds=seconds, device=device)
-    sizes = {(one.attention, one.backend): sum(part.nbytes for part in (one.state or {}).values()) for one in decoders}
+    sizes = {one.key: sum(part.nbytes for part in (one.state or {}).values()) for one in decoders}
     rows: Rows = []
     for key in calls:
         row: dict[str, Any] = {"attention": key[0], "backend": key[1], "seconds": spread(samples[key])}
         row["bytes"] = sizes.get(key, cache_bytes)
         if (BASELINE, "") in samples:
             row["speedup"] = ratio(samples[BASELINE, ""], samples[key])
-        if (count := features.get(key[0])) is not None:
+        if (count := features.get(key)) is not None:
             row["over_floor"] = ratio(samples[key], samples[count])
         rows.append(row)
     return rows

@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 from hf_linear_attn import patch_model
@@ -15,7 +14,7 @@ from hf_linear_attn.integration.discovery import longest_input
 from hf_linear_attn.measure.speed import DECODING, measure_decoding, measure_passes, timing_options
 from hf_linear_attn.registry import ATTENTIONS, seed_options
 from hf_linear_attn.study.variants import WITHOUT_ATTENTION
-from hf_linear_attn.training.head_search import ExactHeads
+from hf_linear_attn.training.head_search import ExactHeads, heads_table
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from hf_linear_attn.utils.memory import peak_memory
 from hf_linear_attn.utils.models import shared_copy
@@ -39,10 +38,9 @@ WINDOWS: dict[str, tuple[dict[str, Any], float]] = {
 def _with_windows(model: Any, name: str) -> Any:
     """A copy of a decoder with one of `WINDOWS`; exact heads are drawn."""
     options, share = WINDOWS[name]
-    config, grouped = model.config, getattr(model.config, "num_key_value_heads", None)
-    counts = config.num_hidden_layers, grouped or config.num_attention_heads
-    heads = pd.MultiIndex.from_product([range(count) for count in counts], names=["layer", "head"])
-    table = heads.to_frame(index=False).sample(frac=1, random_state=0)
+    count = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    scores = {layer: torch.zeros(count) for layer in range(model.config.num_hidden_layers)}
+    table = heads_table(scores, "score").sample(frac=1, random_state=0)
     chosen = ExactHeads.first_rows(table, round(share * len(table)), {"attention": "window", **options})
     return patch_model(shared_copy(model), chosen.plan())
 
@@ -110,10 +108,10 @@ def _measure(all_models: Mapping[str, Any], done: str, length: int, batch: int, 
     for name, metrics in values.items():
         by_name = {metric["metric"]: metric for metric in metrics}
         timed = by_name["seconds"]
-        row = {"attention": name, "seconds": {"median": timed["value"]}, "speedup": {"median": timed["speedup"]}}
-        for share in ("p20", "p80"):
-            row["seconds"][share], row["speedup"][share] = timed[share], timed[f"speedup_{share}"]
-        row["seconds"]["rounds"] = row["speedup"]["rounds"] = timed["rounds"]
+        row: dict[str, Any] = {"attention": name}
+        for column, prefix, median in (("seconds", "", "value"), ("speedup", "speedup_", "speedup")):
+            spread = {share: timed[f"{prefix}{share}"] for share in ("p20", "p80")}
+            row[column] = {"median": timed[median], **spread, "rounds": timed["rounds"]}
         rows.append(row | ({"bytes": by_name["cache_bytes"]["value"]} if done == DECODING else {}))
     return rows
 

@@ -118,9 +118,10 @@ def compare(before: Rows, after: Rows, tolerance: float) -> list[Change]:
         ValueError: The runs have no ratio in common.
     """
     first, second, changes = _ratios(before), _ratios(after), []
-    if not first.keys() & second.keys():
+    common = [key for key in first if key in second]
+    if not common:
         raise ValueError("The two runs have no ratio in common. Compare runs of the same benchmark and settings.")
-    for name, ratio in ((name, ratio) for name, ratio in first if (name, ratio) in second):
+    for name, ratio in common:
         old, new = first[name, ratio], second[name, ratio]
         grew = new["median"] / old["median"]
         factor = grew if RATIOS[ratio] else 1 / grew
