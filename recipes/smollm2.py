@@ -213,7 +213,7 @@ class Variants:
         """Convert the model, or load what an earlier call has converted."""
         folder = self.folder / variant
         if variant == "store":
-            model = self.load("window") if (self.folder / "window" / "model").exists() else self.train("window")
+            model = self.train("window")
             state = model.state_dict()
             hla.patch_model(hla.unpatch_model(model), self.plan(variant)).load_state_dict(state)
             model.save_pretrained(folder / "model")
@@ -222,8 +222,11 @@ class Variants:
         changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0, "control": False}
         changes |= {"output": str(folder), "resume": folder.exists()}
         if variant != CONTROL:
-            path = self.folder / "plans" / f"{variant}.json"
-            write_json(path, self.plan(variant))
+            path, plan = self.folder / "plans" / f"{variant}.json", self.plan(variant)
+            if folder.exists() and json.loads(path.read_bytes()) != plan:
+                remedy = "Give the options of that run, or another output folder."
+                raise ValueError(f"{str(folder)!r} was trained by another plan, in {str(path)!r}. {remedy}")
+            write_json(path, plan)
             changes["plan"] = str(path)
         if variant == "linear":
             steps = self.config.transfer.max_steps or self.config.distill.max_steps

@@ -87,6 +87,20 @@ def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
     assert "| near " not in (out / "report.md").read_text()
 
 
+@pytest.mark.slow
+def test_what_was_trained_with_other_options_is_not_measured_as_these(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments_of(tmp_path, "--variants", "mixture", "store", "--exact_share=0.34")) == 0
+    records = (tmp_path / "out" / "records.jsonl").read_text()
+    assert main(arguments_of(tmp_path, "--variants=mixture", "--exact_share=0.67")) == 1
+    assert "was trained by another plan" in capsys.readouterr().err
+    assert main(arguments_of(tmp_path, "--variants=store", "--exact_share=0.34", "--distill.max_steps=3")) == 1
+    assert "distill.max_steps was 2, now 3" in capsys.readouterr().err
+    added = (tmp_path / "out" / "records.jsonl").read_text().removeprefix(records).splitlines()
+    assert all(json.loads(line)["conditions"]["attention"] == "exact" for line in added if '"kind": "record"' in line)
+
+
 def test_wrong_options_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, message in {"--variants=best": "'best'", "--exact_share=1.5": "1.5"}.items():
         assert main(arguments_of(tmp_path, wrong)) == 2
