@@ -50,12 +50,15 @@ def read_options(path: str | Path) -> Options:
 
 
 def finetuned(options: Options, stage: str, *, output: Path, **changes: Any) -> Path:
-    """Fine-tune with one stage of the options of a conversion, unless that is done; return the folder of the model."""
+    """Fine-tune with one stage of the options of a conversion, unless that is done; return the folder of the model.
+
+    Raises:
+        ValueError: That was done in this folder with other options.
+    """
     train = {name: value for name, value in options[stage].items() if name in StageConfig.__dataclass_fields__}
     shared = {name: value for name, value in options.items() if name in FinetuneConfig.__dataclass_fields__}
-    if not (output / "results.json").exists():
-        fixed = {"attention": None, "train": train, "output": str(output), "resume": output.exists()}
-        hla.finetune(**shared | changes | fixed)
+    fixed = {"attention": None, "train": train, "output": str(output), "resume": output.exists()}
+    hla.finetune(**shared | changes | fixed)
     return output / "model"
 
 

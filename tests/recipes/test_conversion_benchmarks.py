@@ -20,7 +20,7 @@ from tests.cases import entries, serves
 from tests.recipes.benchmark_runs import rows_of
 from tests.tiny_models import save_checkpoint
 from tests.tiny_text import TOKENS
-from tests.training.tiny_runs import save_encoder, save_text
+from tests.training.tiny_runs import save_encoder, save_task, save_text
 
 BATCH = {"per_device_train_batch_size": 4}
 STAGE = {"max_steps": 2, **BATCH}
@@ -62,6 +62,19 @@ def test_glue(tmp_path: Path) -> None:
         assert 0 <= row["distilled"][row["metric"]] <= 1
         assert ("patched" in row) is (row["mechanism"] != "softmax")
         assert ("transferred" in row) is (row["mechanism"] == "window of 8")
+
+
+@pytest.mark.slow
+def test_what_was_finetuned_with_other_options_is_not_taken(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"data": {"task": None, "text_columns": ["sentence"], "max_length": 16}, "bf16": False}
+    options = conversion.read_options(short_config(tmp_path / "glue.yaml", "glue", **facts, device="cpu"))
+    source = {"model": str(save_encoder(tmp_path / "encoder")), "output": tmp_path / "out"}
+    source["data"] = {**options["data"], "dataset": str(save_task(tmp_path / "task"))}
+    for _ in range(2):
+        assert conversion.finetuned(options, "teacher", **source) == tmp_path / "out" / "model"
+    options["teacher"]["max_steps"] = 3
+    with pytest.raises(ValueError, match="max_steps was 2, now 3"):
+        conversion.finetuned(options, "teacher", **source)
 
 
 @pytest.mark.slow
