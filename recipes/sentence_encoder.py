@@ -34,14 +34,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.cli import with_default_config
 from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
-from hf_linear_attn.data.text import (
-    encode_text,
-    evenly_spread,
-    pad_token,
-    padded_batches,
-    special_tokens,
-    text_rows,
-)
+from hf_linear_attn.data.text import encode_text, evenly_spread, pad_token, padded_batches, special_tokens, text_rows
 from hf_linear_attn.measure.quality import embedding_measure, sentence_embeddings
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
@@ -109,14 +102,17 @@ def search(
     def whole(model: PreTrainedModel) -> Tensor:
         return embed(hla.extend_positions(shared_copy(model), config.document_length), documents)[:, None]
 
+    def cut(tokens: int) -> Tensor:
+        return embed(exact, [document[: tokens - len(before) - len(after)] for document in documents])[:, None]
+
+    def mean(tokens: int) -> Tensor:
+        return normalize(pieces(tokens).mean(1, keepdim=True), dim=-1)
+
     ways: dict[str, Callable[[], Tensor]] = {}
     for tokens in PIECES:
-        cut = [document[: tokens - len(before) - len(after)] for document in documents]
-        ways[f"exact, cut after {tokens}"] = lambda cut=cut: embed(exact, cut)[:, None]
+        ways[f"exact, cut after {tokens}"] = partial(cut, tokens)
         ways[f"exact, pieces of {tokens}, the most similar"] = partial(pieces, tokens)
-        ways[f"exact, pieces of {tokens}, their mean"] = lambda tokens=tokens: normalize(
-            pieces(tokens).mean(1, keepdim=True), dim=-1
-        )
+        ways[f"exact, pieces of {tokens}, their mean"] = partial(mean, tokens)
     for name, model in {"exact": exact, "converted": converted}.items():
         ways[f"{name}, the whole document of {config.document_length:,}"] = partial(whole, model)
     questions = {}

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,7 @@ def probes(maker: PromptMaker, length: int, seed: str) -> Iterator[tuple[Tensor,
 @torch.no_grad()
 def ablation(heads: GatedHeads, maker: PromptMaker, length: int, count: int) -> pd.DataFrame:
     """Score each key-value head by how much the loss of answers grows if it alone has a window (arXiv:2602.11374)."""
-    source = probes(maker, length, "ablation")
-    prompts = [next(source) for _ in range(count)]
+    prompts = list(islice(probes(maker, length, "ablation"), count))
 
     def loss() -> float:
         losses = [cross_entropy(next_logits(heads, ids, len(answer)), torch.tensor(answer)) for ids, answer in prompts]
@@ -86,10 +86,8 @@ def answer_gain(heads: GatedHeads, maker: PromptMaker, length: int, count: int) 
     integrated gradients (Sundararajan et al. 2017, arXiv:1703.01365), whose sum is the loss that all heads win back.
     """
     scores = {layer: torch.zeros(number) for layer, number in heads.counts.items()}
-    source = probes(maker, length, "gain")
     with heads.mixed():
-        for number in range(count):
-            ids, answer = next(source)
+        for number, (ids, answer) in enumerate(islice(probes(maker, length, "gain"), count)):
             value = (number + 0.5) / count
             heads.gates = {layer: torch.full_like(row, value, requires_grad=True) for layer, row in scores.items()}
             loss = cross_entropy(next_logits(heads, ids, len(answer)), torch.tensor(answer))
@@ -108,10 +106,9 @@ def joint_gates(heads: GatedHeads, maker: PromptMaker, length: int, steps: int) 
     gates = {layer: torch.ones(number, requires_grad=True) for layer, number in heads.counts.items()}
     optimizer = torch.optim.Adam(gates.values(), lr=GATE_RATE)
     means = {layer: torch.zeros(number) for layer, number in heads.counts.items()}
-    source, first = probes(maker, length, "gates"), steps // 2
+    first = steps // 2
     with heads.mixed():
-        for step in range(steps):
-            ids, answer = next(source)
+        for step, (ids, answer) in enumerate(islice(probes(maker, length, "gates"), steps)):
             heads.gates = {}
             with torch.no_grad():
                 exact = next_logits(heads, ids, len(answer)).log_softmax(-1)
@@ -194,8 +191,7 @@ def exact_heads(
     facts = {"model": Path(model).name}
     settings = {"length": length, "window": window, "chosen on": Path(dataset).name}
     probing = {"probe_length": probe_length, "prompts": prompts}
-    training = {"probe_length": probe_length, "steps": steps}
-    depends = {"answer gain": probing, "ablation": probing, "gates": training}
+    depends = {"answer gain": probing, "ablation": probing, "gates": {"probe_length": probe_length, "steps": steps}}
     found: dict[str, pd.DataFrame] = {}
 
     def rank(way: str) -> Rows:
@@ -204,9 +200,8 @@ def exact_heads(
         return [{"seconds": time.perf_counter() - started, **row} for row in table.to_dict("records")]
 
     for way in ways:
-        ranked = yield Cell(
-            {**facts, "way": way, "share": None, "seed": None}, partial(rank, way), {**settings, **depends.get(way, {})}
-        )
+        where = {**facts, "way": way, "share": None, "seed": None}
+        ranked = yield Cell(where, partial(rank, way), {**settings, **depends.get(way, {})})
         found[way] = pd.DataFrame(ranked).filter(["layer", "head", "score", "gain"])
 
     @cache
