@@ -56,6 +56,10 @@ STUDY_FOLDER = "study"
 LOG_FILE = "log.jsonl"
 RESULTS_FILE = "results.json"
 
+#: The record of what a resumed run must find as it was: `processes`, the facts (`data`) and the `checksum` of the data,
+#: and the hash of the exact model's weights (`model`), if it is not trained first.
+IDENTITY = "processes"
+
 #: How to go on with a run that was interrupted.
 RESUME = "Continue with the same options and --resume."
 
@@ -106,7 +110,7 @@ class StageLog(TrainerCallback):
             for name, value in values.items()
             if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time", "stderr"))
         }
-        if metrics or ("loss" in values and self.progress.is_silent):
+        if metrics or ("loss" in values and self.progress.line_is_due):
             text = f": {format_metrics(metrics)}" if metrics else f", loss {values['loss']:.4f}"
             self.progress.log(f"{self.stage}: step {step} of {self.steps}{text}")
         if self.file is not None:
@@ -145,11 +149,11 @@ class TrainingRun:
     `checkpoints/` is what a stage can resume from until it is finished. It reports its progress on the console, by
     default stderr.
 
-    `state` has the result of each finished stage by its name: metrics (`teacher`, `patched`, `transferred`,
-    `distilled`, `control`, `converted`, `trained`), what a training did (`teacher stage`, `transfer`, `distill`,
-    `control distill`, `train`), and facts (`processes`, `exact_heads`, `linear parts`, `recall, …`, `speed`). `record`
-    stores one; `once`, `measure` and `learned` do what is not stored yet, and store it; `train` and `transfer` store
-    checkpoints only.
+    `state` has the result of each finished stage by its name: metrics (`teacher`, `no attention`, `20% exact heads` and
+    other choices, `patched`, `transferred`, `closed`, `distilled`, `control`, `converted`, `trained`), what a training
+    did (`teacher stage`, `calibration`, `transfer`, `distill`, `control distill`, `train`), and facts (`processes`,
+    see `IDENTITY`, `exact_heads`, `linear parts`, `recall, …`, `speed`). `record` stores one; `once`, `measure` and
+    `learned` do what is not stored yet, and store it; `evaluate`, `train` and `transfer` leave that to their caller.
 
     Raises:
         ValueError: There is no output folder, or it holds another run or other files; or the `arguments` of a stage are
@@ -194,10 +198,10 @@ class TrainingRun:
             if record.label and record.id == self._conditions(record.label).id:
                 self.state[record.label] = {row["metric"]: row["value"] for row in record.values}
         count = self.process.num_processes
-        if (before := self.state.get("processes", {}).get("processes", count)) != count:
+        if (before := self.state.get(IDENTITY, {}).get("processes", count)) != count:
             remedy = f"Batches would have another size: resume it with {before}."
             raise ValueError(f"resume: {str(self.folder)!r} was begun with {before} processes, now {count}. {remedy}")
-        self._data_facts: dict[str, Any] = {}
+        self._identity: dict[str, Any] = {}
         self._is_prepared = False
         if config.bf16 and has_slow_bfloat16(self.process.device.type):
             self.progress.log(
@@ -234,18 +238,18 @@ class TrainingRun:
 
     def use_data(self, data: TaskData) -> None:
         """Set the data of the task; a ValueError if a resumed run began with other rows."""
-        self.data, self._data_facts = data, {"data": data.facts, "checksum": data.checksum()}
-        before = {**self._data_facts, **self.state.get("processes", {})}
+        self.data, self._identity = data, {"data": data.facts, "checksum": data.checksum()}
+        before = {**self._identity, **self.state.get(IDENTITY, {})}
         changes = _changes(before["data"], data.facts)
-        if changes or before["checksum"] != self._data_facts["checksum"]:
+        if changes or before["checksum"] != self._identity["checksum"]:
             remedy = "Give those, or another output folder."
             changes = changes or "as many rows and tokens, but not the same"
             raise ValueError(f"resume: {str(self.folder)!r} was begun with other data ({changes}). {remedy}")
 
     def use_model(self, fingerprint: str) -> None:
         """Set the hash of the exact model's weights; a ValueError if a resumed run began with others."""
-        self._data_facts["model"] = fingerprint
-        if self.state.get("processes", {}).get("model", fingerprint) != fingerprint:
+        self._identity["model"] = fingerprint
+        if self.state.get(IDENTITY, {}).get("model", fingerprint) != fingerprint:
             problem = f"{str(self.folder)!r} was begun with other weights of {self.config.model!r}"
             raise ValueError(f"resume: {problem}. Give those, or another output folder.")
 
@@ -256,8 +260,8 @@ class TrainingRun:
                 clear_folder(self.folder)
             for folder in (self.folder, *(self.folder / name for name in ("checkpoints", STUDY_FOLDER))):
                 remove_partial_files(folder)
-        if self._data_facts and "processes" not in self.state:
-            self.record("processes", {"processes": self.process.num_processes, **self._data_facts})
+        if self._identity and IDENTITY not in self.state:
+            self.record(IDENTITY, {"processes": self.process.num_processes, **self._identity})
         self._is_prepared = True
         self.process.wait_for_everyone()
 
@@ -273,7 +277,7 @@ class TrainingRun:
         try:
             yield
         except InterruptedRunError as error:
-            stages = [name for name in self.state if name != "processes"]
+            stages = [name for name in self.state if name != IDENTITY]
             stored = f"{', '.join(stages)} in {str(self.folder)!r}" if stages else "no finished stage"
             raise InterruptedRunError(f"{error.where}. Stored: {stored}", RESUME, error.number) from None
         finally:
@@ -338,24 +342,24 @@ class TrainingRun:
         self.process.wait_for_everyone()
 
     def measure(self, stage: str, model: PreTrainedModel) -> dict[str, float]:
-        """Evaluate a model on the validation data once, and store its metrics."""
+        """Evaluate a model once, and store its metrics."""
+        return self.once(stage, lambda: self.evaluate(stage, model))
 
-        def evaluate() -> dict[str, float]:
-            self.prepare_folder()
-            arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
-            with self.progress.working(f"measuring: {stage}"), quiet_transformers():
-                trainer = FinetuningTrainer(model, arguments, **self.data.trainer_arguments())
-                trainer.remove_callback(PrinterCallback)
-                # The complete model is on each device: nothing is sharded for an evaluation.
-                trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
-                model.to(trainer.args.device)  # type: ignore[arg-type]
-                metrics = self.data.own_metrics(trainer.evaluate())
-            trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-            StageLog(stage, self.log_file).write_measured(metrics)
-            self.progress.log(f"{stage}: {format_metrics(metrics)}")
-            return metrics
-
-        return self.once(stage, evaluate)
+    def evaluate(self, stage: str, model: PreTrainedModel) -> dict[str, float]:
+        """Return the metrics of a model on the validation data, which are logged as those of a stage."""
+        self.prepare_folder()
+        arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
+        with self.progress.working(f"measuring: {stage}"), quiet_transformers():
+            trainer = FinetuningTrainer(model, arguments, **self.data.trainer_arguments())
+            trainer.remove_callback(PrinterCallback)
+            # The complete model is on each device: nothing is sharded for an evaluation.
+            trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
+            model.to(trainer.args.device)  # type: ignore[arg-type]
+            metrics = self.data.own_metrics(trainer.evaluate())
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        StageLog(stage, self.log_file).write_measured(metrics)
+        self.progress.log(f"{stage}: {format_metrics(metrics)}")
+        return metrics
 
     def train(self, section: str, model: nn.Module, label: str = "", **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Run a stage of gradient steps, from its last checkpoint (in `checkpoints/LABEL`) if the run resumes.

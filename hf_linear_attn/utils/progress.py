@@ -27,7 +27,7 @@ class Progress:
     """What a study reports while it runs: nothing, unless a subclass shows it."""
 
     @property
-    def is_silent(self) -> bool:
+    def line_is_due(self) -> bool:
         """Whether a line of progress is due, because the last one is a while ago."""
         return False
 
@@ -104,7 +104,7 @@ class LineProgress(Progress):
             print_line(self.console, message)
 
     @property
-    def is_silent(self) -> bool:
+    def line_is_due(self) -> bool:
         return time.monotonic() - self._last >= LINE_SECONDS
 
     @contextmanager
@@ -116,7 +116,7 @@ class LineProgress(Progress):
 
         def remind() -> None:
             while not ends.wait(1.0):
-                if self.is_silent:
+                if self.line_is_due:
                     self.log(f"... {text}, for {(time.monotonic() - started) / 60:.0f} min")
 
         thread = threading.Thread(target=remind, daemon=True)
@@ -126,7 +126,7 @@ class LineProgress(Progress):
         finally:
             ends.set()
             thread.join()
-        self.doing = before
+            self.doing = before
 
 
 def print_line(console: Any, text: str) -> None:
