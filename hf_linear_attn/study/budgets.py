@@ -2,7 +2,8 @@
 
 A budget of quality is the most that a score may lose, and one of recall the least share of the exact model's that must
 remain; one of speed is the least speedup, and one of cache the largest share of the exact model's cache, at a length.
-`plan` measures what meets it, and `choose_heads_and_window` finds exact heads and windows for `convert`.
+`plan` measures what meets it, and `choose_by_cache` and `choose_by_measuring` find exact heads and windows for
+`convert`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class DamageUnit:
     def format(self, damage: float | None) -> str:
         """Return damage with its sign and unit: `+1.30% perplexity`, `-0.40 points`."""
         return "undefined" if damage is None else self.template.format(self.sign * damage)
+
+    def check_metric(self, budget: str, name: str, *, greater_is_better: bool) -> None:
+        """Raise a ValueError, for a budget, where points of a metric are no loss, because less of it is better."""
+        if self.name == "points" and not greater_is_better:
+            remedy = "Put another metric first (data.metrics)."
+            raise ValueError(f"The budget {budget!r} needs a metric of which more is better, not {name!r}. {remedy}")
 
 
 def scored(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -163,12 +170,6 @@ class Budget:
             return value >= self.limit
         return round(100 * value if self.cost == "cache" else value, DECIMALS) <= self.limit
 
-    def check_metric(self, name: str, *, greater_is_better: bool) -> None:
-        """Raise a ValueError where points of a metric are no loss, because less of it is better."""
-        if self.unit is not None and self.unit.name == "points" and not greater_is_better:
-            remedy = "Put another metric first (data.metrics)."
-            raise ValueError(f"The budget {self.text!r} needs a metric of which more is better, not {name!r}. {remedy}")
-
     def unit_for(self, kind: str) -> DamageUnit:
         """Return the unit in which the damage to a `decoder`, an `encoder` or a `classifier` is shown.
 
@@ -196,6 +197,12 @@ class Choice:
     reason: str
     cache_dtype: CacheDtype = "auto"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the mechanism of the other heads is given."""
+        stored = {} if self.cache_dtype == "auto" else {"cache_dtype": self.cache_dtype}
+        return {"window_size": self.window, **stored}
+
 
 def quarter_window(longest: int) -> int:
     """Return the width of windows for a budget of quality or speed: at most a quarter of the longest training row."""
@@ -203,32 +210,17 @@ def quarter_window(longest: int) -> int:
     return max(widths, default=NARROW_WINDOWS[0])
 
 
-def choose_heads_and_window(
-    budget: Budget,
-    model: PreTrainedModel,
-    longest: int,
-    measure: Callable[[float, int], float | None],
-    options: Mapping[str, Any] | None = None,
-) -> Choice:
-    """Choose exact heads and windows for a budget.
+def choose_by_measuring(budget: Budget, window: int, measure: Callable[[float], float | None]) -> Choice:
+    """Choose exact heads for a budget of quality or speed, where all others have windows of this width.
 
-    A budget of cache is met by arithmetic: the widest windows that take `WINDOW_SHARE` of it, and as many exact heads
-    as the rest holds. Where it holds none, keys and values are stored in int8, and where it then holds none either,
-    windows get the whole budget. They fill at most half of the longest training row: the other half trains what is
-    outside of them. For the others the shares of `SHARES` are measured in turn, with windows of a quarter of the rows
-    and before any training: for a budget of quality from none on until the damage is within it (or else the least that
-    was found), for one of speed from the largest share down until the model is fast enough.
-
-    `longest` is the number of tokens of the longest training row. `measure` returns the damage of a share and a window
-    in the budget's unit, or its speed relative to the exact model; None where it is undefined. A ValueError if the
-    budget cannot be measured, or nothing is small or fast enough for it.
+    The shares of `SHARES` are measured in turn, before any training: for a budget of quality from none on until the
+    damage is within it (or else the least that was found), for one of speed from the largest share down until the
+    model is fast enough. `measure` returns the damage of a share in the budget's unit, or its speed relative to the
+    exact model; None where it is undefined. A ValueError if the budget cannot be measured, or nothing is fast enough.
     """
-    if budget.cost == "cache":
-        window_options: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
-        return _by_cache(model, budget.limit / 100, budget.length, window_options, longest)
-    unit, window, tried, values = budget.unit, quarter_window(longest), [], {}
+    unit, tried, values = budget.unit, [], {}
     for share in SHARES if unit is not None else reversed(SHARES):
-        value = measure(share, window)
+        value = measure(share)
         if value is None:
             reason = "the exact model recalls nothing there, or a score is undefined"
             raise ValueError(f"The budget {budget.text!r} cannot be measured: {reason}.")
@@ -243,11 +235,19 @@ def choose_heads_and_window(
     return Choice(min(values, key=values.__getitem__), window, reason)
 
 
-def _by_cache(model: PreTrainedModel, limit: float, length: int, options: WindowOptions, longest: int) -> Choice:
-    """Choose by the bytes of caches and states after `length` tokens, relative to exact attention in float32.
+def choose_by_cache(
+    budget: Budget, model: PreTrainedModel, longest: int, options: Mapping[str, Any] | None = None
+) -> Choice:
+    """Choose exact heads and windows by the bytes of caches and states, relative to exact attention in float32.
 
-    Layers that see a sliding window only keep their caches, and do not count.
+    That is arithmetic: the widest windows that take `WINDOW_SHARE` of the budget, and as many exact heads as the rest
+    holds. Where it holds none, keys and values are stored in int8, and where it then holds none either, windows get the
+    whole budget. They fill at most half of the longest training row, of `longest` tokens: the other half trains what is
+    outside of them. Layers that see a sliding window only keep their caches, and do not count. A ValueError if nothing
+    is small enough.
     """
+    limit, length = budget.limit / 100, budget.length
+    windows: WindowOptions = build_options(ATTENTIONS.get(DEFAULT_ATTENTION), dict(options or {}))
     every = self_attention(model)
     layers = [(index, layer) for index, layer in enumerate(every) if layer.span == "full"]
     counted = "the cache" if len(layers) == len(every) else "the cache of the layers that see the whole text"
@@ -258,7 +258,7 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
 
     @cache
     def state_bytes(shape: AttentionShape, width: int, cache_dtype: CacheDtype) -> int:
-        return WindowAttention(shape, replace(options, window_size=width, cache_dtype=cache_dtype)).state_bytes()
+        return WindowAttention(shape, replace(windows, window_size=width, cache_dtype=cache_dtype)).state_bytes()
 
     def fit(cache_dtype: CacheDtype) -> Choice | None:
         states = {width: sum(state_bytes(shape, width, cache_dtype) for shape in shapes) / whole for width in WINDOWS}
@@ -278,7 +278,7 @@ def _by_cache(model: PreTrainedModel, limit: float, length: int, options: Window
         text = f"in float32 {DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads{stored} take {reason}"
         return Choice(share, window, text, cache_dtype)
 
-    own = fit(options.cache_dtype)
+    own = fit(windows.cache_dtype)
     if own is not None and own.share:
         return own
     rounded = fit("int8")

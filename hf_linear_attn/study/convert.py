@@ -39,7 +39,7 @@ from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
 from ..utils.timing import is_measurable
-from .budgets import Budget, choose_heads_and_window, quarter_window, scored
+from .budgets import Budget, Choice, choose_by_cache, choose_by_measuring, quarter_window, scored
 from .card import budget_lines, exactness, model_card, recall_table, results_table, speed_table
 from .prepare import weights_fingerprint
 from .stages import LOG_FILE, RESULTS_FILE, TrainingRun, best_metrics
@@ -81,10 +81,10 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     """Convert a fine-tuned model: (teacher) -> attention transfer -> distillation -> a measured checkpoint.
 
     The run reports its progress on the console, by default stderr. In the output folder `model/` is the checkpoint with
-    its card, and `results.json`, whose content is returned, has the metrics of the teacher, of the patched model before
-    any training, after attention transfer and after distillation, and its speed beside the teacher's. With `control`
-    the teacher is trained as long, with exact attention, and its metrics stand beside those. With a `budget` the
-    exact heads and windows are chosen for it, and a short training is set where no other is.
+    its card, and `results.json`, whose content is returned, has the metrics of the teacher, of the model patched and
+    calibrated, before any training, after attention transfer and after distillation, and its speed beside the
+    teacher's. With `control` the teacher is trained as long, with exact attention, and its metrics stand beside those.
+    With a `budget` the exact heads and windows are chosen for it, and a short training is set where no other is.
 
         convert(model="./bert-sst2", output="out", attention="hedgehog", data={"task": "sst2"})
         convert(model="gpt2", output="out", budget="25% cache at 8192", data={"dataset": "text.txt"})
@@ -129,7 +129,7 @@ def _execute(
         if config.resume and path.is_file():
             results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         else:
-            # A run that fails before it has trained anything leaves no folder.
+            # `log.jsonl` appears with the first measured stage: a run that fails before it leaves no folder.
             with open_output(run.folder, (LOG_FILE,)) if run.is_main_process else nullcontext():
                 run.process.wait_for_everyone()
                 run.use_data(_load_data(run))
@@ -158,10 +158,11 @@ def _finetune(run: TrainingRun) -> dict[str, Any]:
     if not is_patched(model):
         models.patch_as_configured(model, config)
     facts = _facts(run, model)
+    _warn_of_exact_inputs(run, facts)
     if "trained" not in run.state:
         model, progress = run.train("train", model)
         run.record("train", progress)
-        metrics = best_metrics(progress) or run.measure("final", model)
+        metrics = best_metrics(progress) or run.evaluate("trained", model)
         _save(run, model, facts, {**run.state, "trained": metrics})
         run.record("trained", metrics)
     return facts
@@ -170,8 +171,8 @@ def _finetune(run: TrainingRun) -> dict[str, Any]:
 def _convert(run: TrainingRun) -> dict[str, Any]:
     """Run all stages, whose metrics are in `run.state`; return what else `results.json` has."""
     config, budget = run.config, run.budget
-    if budget is not None:
-        budget.check_metric(run.data.metric, greater_is_better=run.data.greater_is_better)
+    if budget is not None and budget.unit is not None:
+        budget.unit.check_metric(budget.text, run.data.metric, greater_is_better=run.data.greater_is_better)
     teacher = _teacher(run)
     if config.task_type == "embedding":
         with run.progress.working("computing the teacher's embeddings"):
@@ -182,13 +183,14 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
     student = copy.deepcopy(teacher)
     models.patch_as_configured(student, config, _choose_heads(run, teacher))
     facts = _facts(run, student)
+    _warn_of_exact_inputs(run, facts)
     metrics: Metrics = {}  # of the student as it is; none with `attention: null`, which nothing is taken back from
     if is_patched(student):
         learns = patch_report(student).parameters > 0
         if learns:
             student = _calibrate(run, student)
         metrics = run.measure("patched", student)
-        _estimate(run, teacher)
+        _estimate(run, teacher, config.transfer.max_steps if learns and len(_long_rows(run, student)) else 0)
         if learns:
             student, metrics = _transfer(run, student, metrics)
             student, metrics = _close_harmful_parts(run, student, metrics)
@@ -288,40 +290,53 @@ def _teacher(run: TrainingRun) -> PreTrainedModel:
 
 def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
     """The plan with the key-value heads that stay exact, chosen once, on the first training rows; None without any."""
-    config, data, budget = run.config, run.data, run.budget
+    config, budget = run.config, run.budget
     if not config.exact_share and budget is None:
         return None
 
     def choose() -> dict[str, Any]:
-        options, chosen, reason = {"seed": config.seed, **config.options}, config.options, ""
-        if budget is not None and budget.cost != "cache":
-            options["window_size"] = quarter_window(data.longest)
-        batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
-        share = config.exact_share or SEARCH_SHARE
-        with run.progress.working("choosing the heads that stay exact"):
-            search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, share=share, **options)
-        if budget is not None:
-            fitted = cache(partial(_fitted_to_rows, run, teacher))
-            measure = partial(_measure_choice, run, teacher, fitted, search)
-            choice = choose_heads_and_window(budget, teacher, data.longest, measure, chosen)
-            search, chosen = search.with_share(choice.share), {**chosen, "window_size": choice.window}
-            if choice.cache_dtype != "auto":
-                chosen["cache_dtype"] = choice.cache_dtype
-            reason = choice.reason
+        if budget is None:
+            heads, options, reason = _ranked_heads(run, teacher, config.options), config.options, ""
+        else:
+            heads, choice = _meet_budget(run, teacher, budget)
+            options, reason = {**config.options, **choice.options}, choice.reason
             run.progress.log(f"For the budget {config.budget}: {reason}.")
-        heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
-        run.progress.log(f"Exact heads by layer: {heads}")
-        plan = search.plan({"attention": config.attention, **chosen})  # with a seed of the mechanism, too
-        return {"plan": plan, "reason": reason, "heads": search.table.to_dict("records")}
+        listed = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(heads.heads.items()))
+        run.progress.log(f"Exact heads by layer: {listed}")
+        plan = heads.plan({"attention": config.attention, **options})  # with a seed of the mechanism, too
+        return {"plan": plan, "reason": reason, "heads": heads.table.to_dict("records")}
 
     return LinearAttentionConfig.parse(run.once("exact_heads", choose)["plan"])
 
 
-def _fitted_to_rows(run: TrainingRun, teacher: PreTrainedModel, window: int) -> PreTrainedModel:
-    """Return the teacher with windows in all heads, calibrated as the student is going to be."""
+def _ranked_heads(run: TrainingRun, teacher: PreTrainedModel, options: dict[str, Any]) -> ExactHeads:
+    """Return the choice of exact heads where all others have a mechanism with these options."""
+    config, data = run.config, run.data
+    batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
+    own = {"share": config.exact_share or SEARCH_SHARE, "seed": config.seed, **options}
+    with run.progress.working("choosing the heads that stay exact"):
+        return find_exact_heads(teacher, data.tokenizer, batches, config.attention, **own)
+
+
+def _meet_budget(run: TrainingRun, teacher: PreTrainedModel, budget: Budget) -> tuple[ExactHeads, Choice]:
+    """Choose for a budget. Heads are ranked where the others have the windows that they are going to have."""
+    longest, options = run.data.longest, run.config.options
+    if budget.cost == "cache":
+        choice = choose_by_cache(budget, teacher, longest, options)
+        heads = _ranked_heads(run, teacher, {**options, **choice.options})
+    else:
+        window = quarter_window(longest)
+        options = {**options, "window_size": window}
+        heads = _ranked_heads(run, teacher, options)
+        fitted = cache(partial(_fitted_to_rows, run, teacher, options))
+        choice = choose_by_measuring(budget, window, partial(_measure_choice, run, teacher, fitted, heads, options))
+    return heads.with_share(choice.share), choice
+
+
+def _fitted_to_rows(run: TrainingRun, teacher: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
+    """Return the teacher with a mechanism in all heads, calibrated as the student is going to be."""
     student, config = shared_copy(teacher), run.config
-    plan = LinearAttentionConfig.parse(config.attention, None, {**config.options, "window_size": window})
-    models.patch_as_configured(student, config, plan)
+    models.patch_as_configured(student, config, LinearAttentionConfig.parse(config.attention, None, options))
     if len(rows := _long_rows(run, student)):
         _fit(run, student, rows)
     return student
@@ -330,23 +345,23 @@ def _fitted_to_rows(run: TrainingRun, teacher: PreTrainedModel, window: int) -> 
 def _measure_choice(
     run: TrainingRun,
     teacher: PreTrainedModel,
-    fitted: Callable[[int], PreTrainedModel],
+    fitted: Callable[[], PreTrainedModel],
     heads: ExactHeads,
+    options: dict[str, Any],
     share: float,
-    window: int,
 ) -> float | None:
-    """Return the speedup of a share of exact heads with windows for the others, or what it loses untrained.
+    """Return the speedup of a share of exact heads with a mechanism for the others, or what it loses untrained.
 
-    `fitted` returns the calibrated model with windows in all heads. A calibration fits each head by itself.
+    `fitted` returns the calibrated model with this mechanism in all heads. A calibration fits each head by itself.
     """
     config, data, budget = run.config, run.data, cast(Budget, run.budget)
-    plan = heads.with_share(share).plan({"attention": config.attention, **config.options, "window_size": window})
+    plan = heads.with_share(share).plan({"attention": config.attention, **options})
     if budget.unit is None:
         (timed, *_) = _timings(run, teacher, patch_model(shared_copy(teacher), plan), budget.length)["student"]
         # What varies more from round to round than it differs from 1 is no speedup.
         known = is_measurable(float(timed["speedup_p20"]), float(timed["speedup_p80"]))
         return float(timed["speedup"]) if known else min(float(timed["speedup"]), 1.0)
-    student, name = with_learned_parts(teacher, plan, fitted(window)), f"{share:.0%} exact heads"
+    student, name = with_learned_parts(teacher, plan, fitted()), f"{share:.0%} exact heads"
     if budget.unit.name != "recall":
         metrics = (run.state["teacher"], run.measure(name, student))
         return budget.unit.damage(*(scored(values, _goal(data)["metric"]) for values in metrics))
@@ -376,8 +391,8 @@ def _verify_recall(run: TrainingRun, teacher: PreTrainedModel, student: PreTrain
     """
     if run.config.task_type not in RECALL_TASKS:
         return
-    length, budget = run.data.longest, run.budget
-    if budget is not None and budget.length:
+    length, budget = run.data.longest, cast(Budget, run.budget)
+    if budget.length:
         length = min(budget.length, length) if budget.unit is None else budget.length
     try:
         for name, model in (("teacher", teacher), ("this model", student)):
@@ -404,8 +419,8 @@ def _label_with_embeddings(data: TaskData, teacher: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _estimate(run: TrainingRun, teacher: PreTrainedModel) -> None:
-    """Say how long attention transfer and distillation will take, from the time of one forward pass."""
+def _estimate(run: TrainingRun, teacher: PreTrainedModel, transfer_steps: int) -> None:
+    """Say how long so many steps of attention transfer and distillation will take, by the time of one forward pass."""
     config, data = run.config, run.data
     rows: Any = data.train
     count = min(config.distill.per_device_train_batch_size, len(rows))
@@ -420,12 +435,12 @@ def _estimate(run: TrainingRun, teacher: PreTrainedModel) -> None:
     updates = distill.gradient_accumulation_steps * count * run.process.num_processes
     steps = distill.max_steps or round(distill.num_train_epochs * len(rows) / updates)
     share = transfer.per_device_train_batch_size * transfer.gradient_accumulation_steps / count
-    passes = TRANSFER_COST * transfer.max_steps * share * ("transfer" not in run.state)
+    passes = TRANSFER_COST * transfer_steps * share * ("transfer" not in run.state)
     for stage in ("distill", *(["control distill"] if config.control else [])):
         passes += DISTILLATION_COST * steps * distill.gradient_accumulation_steps * (stage not in run.state)
     minutes = passes * seconds[-1] / 60
     text = f"{minutes:.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
-    stages = f"{transfer.max_steps} steps of attention transfer and {steps} of distillation"
+    stages = f"{transfer_steps} steps of attention transfer and {steps} of distillation"
     run.progress.log(f"About {text} of training: {stages}, by the time of one forward pass ({seconds[-1]:.2g} s).")
 
 
@@ -529,9 +544,7 @@ def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: s
         return model.merge_and_unload(), progress
 
     student = run.learned(stage, student, train).eval()
-    if result not in run.state and (metrics := best_metrics(run.state[stage])):
-        run.record(result, metrics)
-    run.measure(result, student)
+    run.once(result, lambda: best_metrics(run.state[stage]) or run.evaluate(result, student))
     return cast(PreTrainedModel, student)
 
 
@@ -577,8 +590,11 @@ def _timed_lengths(run: TrainingRun) -> list[int]:
 def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:
     """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run."""
     rows: dict[str, list[dict[str, Any]]] = {"teacher": [], "student": []}
-    timed = []
-    for length in possible_lengths(teacher, _timed_lengths(run))[0]:
+    timed, asked = [], _timed_lengths(run)
+    lengths, note = possible_lengths(teacher, asked)
+    if lengths != asked:  # the table says of the others which are beyond the model's positions
+        run.progress.log(note)
+    for length in lengths:
         try:
             values = _timings(run, teacher, student, length)
         except ValueError as error:
@@ -615,10 +631,6 @@ def _facts(run: TrainingRun, model: PreTrainedModel) -> dict[str, Any]:
     data, report = run.data, patch_report(model) if is_patched(model) else None
     limit, lengths = exact_length(model), row_lengths(data.train)
     counts = {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}
-    if limit and report and report.parameters and counts["longer"] < MIN_LONGER_SHARE * len(lengths):
-        share = "little" if counts["longer"] else "nothing"
-        remedy = "Give longer inputs, or narrow what is exact (options.window_size, store_size or block_size)."
-        run.progress.log(f"{exactness(counts)} So these data train {share} of the mechanism. {remedy}")
     return {
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -632,3 +644,12 @@ def _facts(run: TrainingRun, model: PreTrainedModel) -> dict[str, Any]:
         "processes": run.process.num_processes,
         "environment": environment(run.process.device),
     }
+
+
+def _warn_of_exact_inputs(run: TrainingRun, facts: dict[str, Any]) -> None:
+    """Log a warning if hardly any training input is longer than what the mechanism attends to exactly."""
+    counts = facts["beyond_exact"]
+    if counts and facts["learned_parameters"] and counts["longer"] < MIN_LONGER_SHARE * counts["inputs"]:
+        share = "little" if counts["longer"] else "nothing"
+        remedy = "Give longer inputs, or narrow what is exact (options.window_size, store_size or block_size)."
+        run.progress.log(f"{exactness(counts)} So these data train {share} of the mechanism. {remedy}")

@@ -67,7 +67,7 @@ class PlannedModel(PreparedModel):
     budget: Budget
     patched: PreTrainedModel  # a copy that is linear in every layer that may be; `train_patched` trains it
     timed: PreTrainedModel  # another one where a mechanism is built for a too short largest length
-    variant: Variant  # what the measurements of all choices have in common
+    variant: Variant  # what the conditions of all choices have in common; never loaded
     lengths: tuple[int, ...]  # to time, in tokens; that of a budget of speed is added
     positions_note: str  # about lengths beyond the model's positions
 
@@ -150,7 +150,7 @@ def prepare_plan(config: PlanConfig) -> PlannedModel:
     inputs = read_inputs(exact, text, data, resolved, HALVES)
     if (score := score_of(inputs.measurements[0][0])) is not None:
         # Damage is shown in this unit, for budgets of speed and of cache, too.
-        replace(budget, unit=unit).check_metric(score.title, greater_is_better=score.higher_is_better)
+        unit.check_metric(budget.text, score.title, greater_is_better=score.higher_is_better)
     if unit.name == "recall":  # chosen for and verified with prompts of two seeds
         recall = [recall_measurement(exact, [budget.length], config.seed + number) for number in range(len(HALVES))]
         prompts = row_facts([budget.length] * recall[0][0].settings["trials"])
@@ -215,6 +215,7 @@ def choose_heads(study: Study, one: PlannedModel, config: PlanConfig) -> list[Ex
 
     record = study.measure(one.variant.of(one.exact.conditions("exact_heads")), rank)
     table = pd.DataFrame(record.values).pivot(index=["layer", "head"], columns="metric", values="value")
+    # 0 rows: what is stored says nothing of a choice.
     search = ExactHeads.first_rows(table.reset_index(), 0, {"attention": config.attention, **config.options})
     return [search.with_share(share) for share in HEAD_SHARES]
 
@@ -273,8 +274,8 @@ class LayerSearch:
     def run(self) -> PlanResult:
         """Measure, choose and verify."""
         budget, unit, score = self.budget, self.unit, self.score
-        references = self.reference_values
-        assessments = [self.assess(part, references[part]) for part in self.measurements]
+        reference_values = self.reference_values
+        assessments = [self.assess(part, reference_values[part]) for part in self.measurements]
         informative = all(one.valid for one in assessments)
         single_layers = [] if self.heads else self.single_layers()
         path = self.by_heads() if self.heads else self.by_layers(single_layers)
@@ -287,7 +288,7 @@ class LayerSearch:
         own: dict[str, Any] = {
             name: {str(length): 1.0 for cost, length in costs if cost == name} for name in ("speedup", "cache")
         }
-        exact = Candidate(divergence=0.0, score=references["choice"]["score"], damage=0.0, **own)
+        exact = Candidate(divergence=0.0, score=reference_values["choice"]["score"], damage=0.0, **own)
         for cost, length in costs:
             for index, one in enumerate(measured):
                 self.study.progress.status(f"{cost} at {length:,} tokens", index, len(path))
@@ -314,7 +315,7 @@ class LayerSearch:
             single_layers=single_layers,
             chosen=chosen,
             verified=verified,
-            references=references,
+            references=reference_values,
             positions_note=self.planned.positions_note,
         )
 
@@ -420,8 +421,7 @@ class LayerSearch:
             return [value(cost, linear / exact)]
 
         measurement, settings = (FORWARD, {"seconds": seconds}) if cost == "speedup" else (cost, {})
-        own: dict[str, Any] = {"measurement": measurement, "settings": settings, "length": length, "batch_size": 1}
-        conditions = replace(self.measurements[part][0], task="", **own)  # on the same model and device
+        conditions = self.planned.exact.conditions(measurement, settings=settings, length=length, batch_size=1)
         variant = self.searched(part, one.name, lambda: self.planned.exact.model)  # for its conditions only
         first = self.study.measure(variant.of(conditions), measure, label=variant.label).values[0]
         if cost == "cache":

@@ -8,7 +8,7 @@ import pytest
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget, choose_heads_and_window
+from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget, choose_by_cache, choose_by_measuring, quarter_window
 from tests.slow_cases import slow
 from tests.tiny_models import tiny_model
 
@@ -19,9 +19,7 @@ LAYERS, HEADS, WIDTH = 3, 4, 64
 @pytest.mark.parametrize(("percent", "length"), [(25, 8192), (37, 4096), (12, 9000), (150, 4000)])
 def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[str, Any]) -> None:
     model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
-    choice = choose_heads_and_window(
-        Budget.parse(f"{percent}% cache at {length}"), model, 1024, lambda share, window: None, options
-    )
+    choice = choose_by_cache(Budget.parse(f"{percent}% cache at {length}"), model, 1024, options)
     count = round(choice.share * LAYERS * HEADS)
     assert 0 < count < LAYERS * HEADS
     # The first heads are exact: where that is all of a layer, it has an ordinary cache, or one in int8.
@@ -36,9 +34,7 @@ def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[
     state = sum(mechanism.state_bytes(length) for mechanism in mechanisms) + (LAYERS - len(mechanisms)) * cache
     assert state <= percent / 100 * LAYERS * cache
     if options.get("cache_dtype") and percent == 12:
-        float32 = choose_heads_and_window(
-            Budget.parse(f"{percent}% cache at {length}"), model, 1024, lambda share, window: None
-        )
+        float32 = choose_by_cache(Budget.parse(f"{percent}% cache at {length}"), model, 1024)
         assert choice.share > 2 * float32.share
 
 
@@ -57,7 +53,7 @@ def test_where_no_head_fits_caches_are_in_int8_or_windows_take_the_budget(
     budget: str, longest: int, choice: tuple[float, int, str]
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, hidden_size=256)
-    chosen = choose_heads_and_window(Budget.parse(budget), model, longest, lambda share, window: None)
+    chosen = choose_by_cache(Budget.parse(budget), model, longest)
     assert (chosen.share, chosen.window, chosen.cache_dtype) == choice
     options = {"window_size": chosen.window, "cache_dtype": chosen.cache_dtype}
     whole = {"attention": "softmax", "cache_dtype": "int8"}
@@ -69,21 +65,19 @@ def test_where_no_head_fits_caches_are_in_int8_or_windows_take_the_budget(
 
 def test_where_no_untrained_choice_keeps_the_quality_the_best_is_trained() -> None:
     damage = {0.0: 0.4, 0.05: 0.3, 0.1: 0.25, 0.2: 0.2, 0.35: 0.05, 0.5: 0.06}
-    choice = choose_heads_and_window(
-        Budget.parse("0.01 nats"), tiny_model("llama"), 512, lambda share, window: damage[share]
-    )
+    choice = choose_by_measuring(Budget.parse("0.01 nats"), quarter_window(512), lambda share: damage[share])
     assert (choice.share, choice.window) == (0.35, 128)
     assert choice.reason.startswith("untrained none is within 0.01 nats, and training has to do the rest: +0.4000 nats")
     with pytest.raises(ValueError, match=r"No choice is within the budget '2x at 512': 1\.10x with 50% exact heads"):
-        choose_heads_and_window(Budget.parse("2x at 512"), tiny_model("llama"), 512, lambda share, window: 1.1)
+        choose_by_measuring(Budget.parse("2x at 512"), quarter_window(512), lambda share: 1.1)
 
 
 def test_points_of_an_error_are_no_budget() -> None:
-    budget = Budget.parse("0.5 points")
-    budget.check_metric("accuracy", greater_is_better=True)
+    points, perplexity = DAMAGE_UNITS["points"], DAMAGE_UNITS["perplexity"]
+    points.check_metric("0.5 points", "accuracy", greater_is_better=True)
     with pytest.raises(ValueError, match=r"'0\.5 points' needs a metric of which more is better, not 'mse'"):
-        budget.check_metric("mse", greater_is_better=False)
-    Budget.parse("1% perplexity").check_metric("loss", greater_is_better=False)
+        points.check_metric("0.5 points", "mse", greater_is_better=False)
+    perplexity.check_metric("1% perplexity", "loss", greater_is_better=False)
 
 
 @pytest.mark.parametrize(("correct", "rows"), [(201, 400), (300, 600), (501, 1000)])
@@ -105,22 +99,22 @@ def test_a_loss_of_just_the_limit_is_within_the_budget(correct: int, rows: int) 
 def test_a_choice_says_that_its_share_is_one_of_float32() -> None:
     # In bfloat16 the exact cache is half as large, and one in int8 takes twice the share of it.
     model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
-    choice = choose_heads_and_window(Budget.parse("15% cache at 600"), model, 1024, lambda share, window: None)
+    choice = choose_by_cache(Budget.parse("15% cache at 600"), model, 1024)
     assert choice.reason.startswith("in float32 window of 64 tokens and ")
 
 
 def test_int8_meets_what_windows_in_float32_do_not() -> None:
     model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)
     budget = Budget.parse("15% cache at 600")
-    assert choose_heads_and_window(budget, model, 1024, lambda share, window: None).cache_dtype == "int8"
+    assert choose_by_cache(budget, model, 1024).cache_dtype == "int8"
     with pytest.raises(ValueError, match=r"cannot be met: windows of 64 tokens, stored in int8, take 14\.\d%"):
-        choose_heads_and_window(Budget.parse("14% cache at 600"), model, 1024, lambda share, window: None)
+        choose_by_cache(Budget.parse("14% cache at 600"), model, 1024)
 
 
 def test_layers_with_windows_of_their_own_do_not_count() -> None:
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     model = tiny_model("ministral", num_attention_heads=2, num_key_value_heads=1, head_dim=64, **layers)
-    choice = choose_heads_and_window(Budget.parse("40% cache at 2000"), model, 1024, lambda share, window: None)
+    choice = choose_by_cache(Budget.parse("40% cache at 2000"), model, 1024)
     assert choice.reason.endswith("% of the cache of the layers that see the whole text at 2,000 tokens")
 
 

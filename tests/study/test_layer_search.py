@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +187,11 @@ def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, bu
     score = more.pop("score", PERPLEXITY)
     conditions = Conditions("gpt2", fingerprint, measurement=score.measurement)
     one: Any = SimpleNamespace(
-        exact=SimpleNamespace(model=exact, kind="decoder" if score is PERPLEXITY else "classifier"),
+        exact=SimpleNamespace(
+            model=exact,
+            kind="decoder" if score is PERPLEXITY else "classifier",
+            conditions=lambda measurement, **parts: replace(conditions, measurement=measurement, **parts),
+        ),
         inputs=SimpleNamespace(measurements=[(conditions, choice), (conditions, verification)], tokens=[0]),
         scores=[score],
         resolved=SimpleNamespace(seconds=more.pop("seconds", 2.0)),

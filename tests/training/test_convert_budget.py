@@ -17,6 +17,7 @@ from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.study.budgets import Budget
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.calibration import calibrate
+from hf_linear_attn.training.head_search import find_exact_heads
 from hf_linear_attn.training.options import ConvertConfig, DistillConfig
 from tests.slow_cases import long
 from tests.tiny_models import VOCABULARY, save_checkpoint
@@ -26,7 +27,11 @@ from tests.training.tiny_runs import quiet, save_encoder
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["30% cache at 2000", *long("100000% perplexity", "1.0000001x at 4000")])
-def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Path) -> None:
+def test_a_budget_needs_no_other_option(
+    budget: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranked = Mock(wraps=find_exact_heads)
+    monkeypatch.setattr("hf_linear_attn.study.convert.find_exact_heads", ranked)
     config = ConvertConfig(
         model=str(folder / "decoder"),
         output=str(tmp_path / "out"),
@@ -40,6 +45,9 @@ def test_a_budget_needs_no_other_option(budget: str, folder: Path, tmp_path: Pat
     assert results["config"]["task_type"] == "causal-lm"
     assert "distilled" in stages
     assert "transfer" not in stages
+    plan = stages["exact_heads"]["plan"]
+    ranked.assert_called_once()  # beside the windows that the other heads get
+    assert ranked.call_args.kwargs["window_size"] == plan["default"]["window_size"]
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))
     layers_bytes = [layer.state_bytes for layer in hla.patch_report(model).layers]
     assert layers_bytes

@@ -63,6 +63,7 @@ def test_inputs_that_all_fit_into_the_window_are_not_transferred(folder: Path, t
     steps = {"teacher__max_steps": 1, "distill__max_steps": 1, "attention": "window"}
     results = convert(convert_config(*paths, **steps), console=Console(file=screen, width=400))
     assert results["stages"]["transfer"]["step"] == 0
+    assert "of training: 0 steps of attention transfer and 1 of distillation" in screen.getvalue()
     assert not log_rows(paths[2], "transfer")
     exact = results["beyond_exact"]["exact_length"]
     for text in (screen.getvalue(), (paths[2] / "model" / "README.md").read_text(encoding="utf-8")):

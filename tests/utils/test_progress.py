@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from hf_linear_attn.utils.progress import ConsoleProgress, report_batches
+from hf_linear_attn.utils.progress import ConsoleProgress, LineProgress, report_batches
 
 
 @pytest.mark.parametrize("width", range(40, 121, 8))
@@ -38,6 +38,13 @@ def test_a_stage_shows_rows_and_time_left() -> None:
     assert "3/30" in text
     assert "left" in text
     assert "hedgehog: perplexity 3.20" in text
+
+
+def test_an_error_ends_what_is_being_done() -> None:
+    progress = LineProgress(Console(file=io.StringIO()))
+    with pytest.raises(ValueError, match="in between, while measuring speed"), progress.working("measuring speed"):
+        raise ValueError(f"in between, {progress.doing}")
+    assert progress.doing == "between two stages"
 
 
 def test_rows_are_counted_in_batches() -> None:
