@@ -33,8 +33,8 @@ INTRODUCTION = f"""# Command line
 - An output folder is new or empty. `--resume` continues an earlier result in it, `--overwrite` replaces it, and other
   files are never touched.
 - `--traceback` shows the traceback of an error. Without it an expected error is one line.
-- Exit codes: 0 is success, 1 an expected error or a budget that is not met, 2 wrong usage, 3 data that
-  cannot measure a budget of quality, 130 an interruption.
+- Exit codes: 0 is success, 1 an expected error or a budget that `plan` does not meet, 2 wrong usage,
+  3 data that cannot measure a budget of quality, 130 an interruption.
 """
 
 #: Verbs whose options others share.
