@@ -1,7 +1,7 @@
 """The command `hf-linear-attn`. A verb is a module of this package, which is imported when the verb runs.
 
 Exit codes: 0 done; 1 an expected error, in one line on stderr, or a budget that `plan` does not meet; 2 wrong usage;
-3 data that cannot measure one; 130 interrupted.
+3 data that cannot measure one; 130 interrupted (143 by SIGTERM).
 """
 
 import importlib

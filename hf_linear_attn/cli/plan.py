@@ -6,7 +6,7 @@ from ..study.options import PlanConfig
 from .verb import Verb
 
 VERB = Verb(
-    "find which layers to convert under a budget of quality or speed",
+    "find which layers or heads to convert under a budget of quality, speed or cache",
     PlanConfig,
     lambda config: hla.plan(config),
     ("model",),

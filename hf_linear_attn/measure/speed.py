@@ -87,10 +87,10 @@ def position_inputs(model: PreTrainedModel, length: int, start: int = 0) -> dict
 def timing_options(entry: AttentionEntry, options: Mapping[str, Any], limit: int | None, length: int) -> dict[str, Any]:
     """Return the options of a mechanism that is timed at up to `length` tokens.
 
-    A mechanism that is built for a largest length gets that one where the model's own limit is smaller.
+    A mechanism that is built for a largest length gets that one where its own, or the model's limit, is smaller.
     """
-    sized = any(item.name == "max_length" for item in fields(entry.options))
-    return {**options, "max_length": length} if sized and (limit is None or length > limit) else dict(options)
+    own, sized = options.get("max_length") or limit, any(item.name == "max_length" for item in fields(entry.options))
+    return {**options, "max_length": length} if sized and (own is None or length > own) else dict(options)
 
 
 def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[list[int], str]:

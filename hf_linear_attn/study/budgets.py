@@ -205,7 +205,8 @@ class Choice:
 
 
 def quarter_window(longest: int) -> int:
-    """Return the width of windows for a budget of quality or speed: at most a quarter of the longest training row."""
+    """Return the width of windows for a budget of quality or speed: a quarter of the longest training row at most, but
+    not below the narrowest."""
     widths = [width for width in (*NARROW_WINDOWS, *WINDOWS) if 4 * width <= longest]
     return max(widths, default=NARROW_WINDOWS[0])
 

@@ -84,7 +84,8 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
     its card, and `results.json`, whose content is returned, has the metrics of the teacher, of the model patched and
     calibrated, before any training, after attention transfer and after distillation, and its speed beside the
     teacher's. With `control` the teacher is trained as long, with exact attention, and its metrics stand beside those.
-    With a `budget` the exact heads and windows are chosen for it, and a short training is set where no other is.
+    With a `budget` the exact heads and windows are chosen for it, and a short training (of classifiers the usual
+    one) is set where no other is.
 
         convert(model="./bert-sst2", output="out", attention="hedgehog", data={"task": "sst2"})
         convert(model="gpt2", output="out", budget="25% cache at 8192", data={"dataset": "text.txt"})
@@ -181,7 +182,7 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
     if config.task_type in ("causal-lm", "masked-lm"):
         run.measure("no attention", without_attention(teacher))
     student = copy.deepcopy(teacher)
-    models.patch_as_configured(student, config, _choose_heads(run, teacher))
+    models.patch_as_configured(student, config, _plan_of_exact_heads(run, teacher))
     facts = _facts(run, student)
     _warn_of_exact_inputs(run, facts)
     metrics: Metrics = {}  # of the student as it is; none with `attention: null`, which nothing is taken back from
@@ -288,8 +289,8 @@ def _teacher(run: TrainingRun) -> PreTrainedModel:
     return model
 
 
-def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
-    """The plan with the key-value heads that stay exact, chosen once, on the first training rows; None without any."""
+def _plan_of_exact_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
+    """The plan with the key-value heads that stay exact, chosen once, on training rows; None if none are asked for."""
     config, budget = run.config, run.budget
     if not config.exact_share and budget is None:
         return None
@@ -303,7 +304,7 @@ def _choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> LinearAttention
             run.progress.log(f"For the budget {config.budget}: {reason}.")
         listed = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(heads.heads.items()))
         run.progress.log(f"Exact heads by layer: {listed}")
-        plan = heads.plan({"attention": config.attention, **options})  # with a seed of the mechanism, too
+        plan = heads.plan({"attention": config.attention, **options})  # a seed among the options stays
         return {"plan": plan, "reason": reason, "heads": heads.table.to_dict("records")}
 
     return LinearAttentionConfig.parse(run.once("exact_heads", choose)["plan"])
@@ -432,8 +433,8 @@ def _estimate(run: TrainingRun, teacher: PreTrainedModel, transfer_steps: int) -
             float(teacher(**batch)[0].float().sum())
             seconds.append(time.perf_counter() - started)
     transfer, distill = config.transfer, config.distill
-    updates = distill.gradient_accumulation_steps * count * run.process.num_processes
-    steps = distill.max_steps or round(distill.num_train_epochs * len(rows) / updates)
+    rows_per_step = distill.gradient_accumulation_steps * count * run.process.num_processes
+    steps = distill.max_steps or round(distill.num_train_epochs * len(rows) / rows_per_step)
     share = transfer.per_device_train_batch_size * transfer.gradient_accumulation_steps / count
     passes = TRANSFER_COST * transfer_steps * share * ("transfer" not in run.state)
     for stage in ("distill", *(["control distill"] if config.control else [])):
@@ -592,7 +593,7 @@ def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel)
     rows: dict[str, list[dict[str, Any]]] = {"teacher": [], "student": []}
     timed, asked = [], _timed_lengths(run)
     lengths, note = possible_lengths(teacher, asked)
-    if lengths != asked:  # the table says of the others which are beyond the model's positions
+    if lengths != asked:  # where all are timed, the table marks those beyond the model's positions
         run.progress.log(note)
     for length in lengths:
         try:

@@ -146,7 +146,12 @@ class EvaluateConfig:
         None, "checkpoints with exact attention, tuned as the converted ones (TASK=FOLDER: of a task's model)"
     )
     data: EvaluationData = option(factory=EvaluationData, help="what to evaluate on")
-    length: int | None = option(None, "tokens of your own inputs (default: at most 2048)", least=16, common=True)
+    length: int | None = option(
+        None,
+        "tokens of your own inputs (default: the longest of speed.lengths, else at most 2048)",
+        least=16,
+        common=True,
+    )
     speed: SpeedConfig = option(factory=SpeedConfig, help="what to time")
     steps: int | None = option(None, "steps of attention transfer (default: 100; quick: 25)", least=0, common=True)
     seeds: tuple[int, ...] | None = option(

@@ -68,7 +68,7 @@ class PlannedModel(PreparedModel):
     patched: PreTrainedModel  # a copy that is linear in every layer that may be; `train_patched` trains it
     timed: PreTrainedModel  # another one where a mechanism is built for a too short largest length
     variant: Variant  # what the conditions of all choices have in common; never loaded
-    lengths: tuple[int, ...]  # to time, in tokens; that of a budget of speed is added
+    lengths: tuple[int, ...]  # to time, in tokens; `LayerSearch.costs` adds that of a budget of speed or cache
     positions_note: str  # about lengths beyond the model's positions
 
 
@@ -105,7 +105,7 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         _log_data(study, facts)
         facts["resumed"] = len(study.records) > 0
         facts["transfer"] = train_patched(study, one)
-        heads = choose_heads(study, one, config) if config.search == "heads" else ()
+        heads = head_choices(study, one, config) if config.search == "heads" else ()
         search = LayerSearch(study, one, one.budget, heads)
         result = search.run()
         facts |= {**environment(device), "seconds": time.perf_counter() - started}
@@ -164,7 +164,8 @@ def prepare_plan(config: PlanConfig) -> PlannedModel:
     entry = ATTENTIONS.get(config.attention)
     options = seed_options(entry, config.seed, config.options)
     patched = check_fits(model, config.attention, "planned", **options)
-    longer = timing_options(entry, options, exact.positions, max(lengths, default=1))
+    longest = max(*lengths, budget.length if budget.unit is None else 1, 1)
+    longer = timing_options(entry, options, exact.positions, longest)
     timed = patched if longer == options else patch_model(shared_copy(model), config.attention, **longer)
     transfer = {"data": inputs.hash, **{key: getattr(resolved, key) for key in TRANSFER_OPTIONS}}
     identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": transfer}
@@ -198,7 +199,7 @@ def train_patched(study: Study, one: PlannedModel) -> dict[str, Any]:
     return {key: record.value(metric) for key, metric in names.items()}
 
 
-def choose_heads(study: Study, one: PlannedModel, config: PlanConfig) -> list[ExactHeads]:
+def head_choices(study: Study, one: PlannedModel, config: PlanConfig) -> list[ExactHeads]:
     """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`), once."""
     study.progress.status("the choice of exact heads", 0, 1)
 

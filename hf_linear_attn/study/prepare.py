@@ -192,7 +192,7 @@ def describe_source(source: Any, task: str | None, dataset: str | None = None) -
 
 
 def load_exact(source: Any, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:
-    """Load a model with exact attention, or copy a loaded one, without its weights; messages name a classifier's task.
+    """Load a model with exact attention, or copy a loaded one with shared weights; messages name a classifier's task.
 
     An OSError if it cannot be loaded, and a ValueError if weights are missing, its attention cannot be replaced, or a
     loaded model is on another device (not the CPU, which is the default).

@@ -47,7 +47,7 @@ FITTED_KEYS = 8192
 #: Queries that the biases of codes are fitted to, at most.
 COUNTED_QUERIES = 2048
 
-#: Draws of queries of each row whose attention is counted (see `losses.query_ranges`): some 256 queries.
+#: Draws of queries of each row whose attention is counted (see `losses.query_ranges`): up to 256 queries.
 DRAWS = 4
 
 #: Shares of attention closer than this to 0 or 1 have no finite mixing weight.

@@ -336,7 +336,7 @@ def _check(model: PreTrainedModel, share: float) -> None:
     if is_patched(model):
         raise ValueError(f"This {type(model).__name__} is patched. Give the exact model.")
     if not 0 < share <= 1:
-        raise ValueError(f"share must lie in 0 to 1, got {share}.")
+        raise ValueError(f"share must lie in 0 to 1, got {share}, and above 0.")
 
 
 def heads_table(values: Mapping[int, Tensor], column: str) -> pd.DataFrame:

@@ -264,8 +264,8 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
             no distribution, or known for all queries at once only (`gla`, `luna`: 5 to 7 forward passes a step).
         backward: Whether to add gradients to the `.grad` of the learned parts.
         seed: With a seed, the loss on weights, and that on the outputs of mechanisms with `sampled_outputs`, takes
-            `SAMPLED_QUERIES` queries of a long row, spread over it and drawn from this seed: in expectation over seeds,
-            loss and gradients are those of all queries. None takes all.
+            `SAMPLED_QUERIES` queries of a long row (half of them up to `SHORT_ROW` tokens), drawn from this seed: in
+            expectation over seeds, loss and gradients are those of all queries. None takes all.
     """
     mechanism, queries, length = call.mechanism, call.real_queries(), call.query.shape[2]
     full = length == call.key.shape[2]

@@ -225,7 +225,7 @@ USUAL_TRAINING = (
     DistillConfig(num_train_epochs=3.0, per_device_train_batch_size=32, learning_rate=5e-5),
 )
 
-#: That with a budget, minutes on two CPU cores for 100 million parameters.
+#: That with a budget, minutes on two CPU cores for 100 million parameters; of classifiers the usual one.
 BUDGET_TRAINING: dict[str, tuple[TransferConfig, DistillConfig]] = {
     "causal-lm": (
         TransferConfig(max_steps=0, per_device_train_batch_size=32),

@@ -58,7 +58,7 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
     nats (squared differences in regression), or `1 - cosine` of mean-pooled embeddings. A part is closed if the loss is
     lower without it by more than the standard error of the difference, over tokens or rows: closing by less would fit
     the noise of a few rows. If then the model with all parts open, or with none, is better by more than the standard
-    error, that remains. This takes a pass over the batches for each layer with such a part, and at most three more.
+    error, that remains. This takes a pass over the batches for each layer with such a part, and at most four more.
     Batches must be held out: a part fits its training text, and can do harm on any other.
 
     Args:

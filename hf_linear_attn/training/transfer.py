@@ -110,7 +110,7 @@ def transfer_attention(
     The loss of a layer, averaged over heads and real tokens, is one of:
 
     - weights: `KL(p_i ‖ w_i)` between exact and implied attention weights of each query (Zhang et al. 2024,
-      arXiv:2402.04347). Of rows of more than 64 tokens each step draws 64 queries, in one or two runs, anew in every
+      arXiv:2402.04347). Of rows of more than 64 tokens each step draws 64 queries (32 of up to 512), anew in every
       layer: in expectation this is the loss of all queries, at a fraction of its cost;
     - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`, of as many queries for `gla` and `rfa`, of all for others.
 

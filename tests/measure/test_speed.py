@@ -150,6 +150,7 @@ def test_only_mechanisms_with_a_largest_length_get_one() -> None:
     assert timing_options(sized, {"seed": 1}, 512, 8192) == {"seed": 1, "max_length": 8192}
     assert timing_options(sized, {}, None, 100) == {"max_length": 100}
     assert timing_options(sized, {}, 512, 512) == {}
+    assert timing_options(sized, {"max_length": 1024}, 512, 1000) == {"max_length": 1024}
     assert timing_options(other, {"seed": 1}, 512, 8192) == {"seed": 1}
 
 

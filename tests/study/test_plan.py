@@ -262,6 +262,8 @@ def test_encoder_longer_than_its_positions(folder: Path, tmp_path: Path) -> None
     assert result.met
     assert list(result.chosen.speedup) == ["32", "200"]
     assert result.mechanisms["0"]["num_slots"] == 8
+    result = run(folder, "bert", tmp_path, budget="1.01x at 200", overwrite=True, **{**options, "lengths": (32,)})
+    assert list(result.chosen.speedup) == ["32", "200"]
 
 
 @pytest.mark.slow
