@@ -68,17 +68,16 @@ class Variant:
 
         With a status, the rows that are done are reported as its progress.
         """
-        records, load = {}, cache(self.load)  # a checkpoint is in memory while it is measured, and no longer
+        records, loaded = {}, replace(self, load=cache(self.load))  # in memory while it is measured, and no longer
         for conditions, measure in measurements:
             stage = f"{status}: {conditions.measurement.replace('_', ' ')}"
             watch = partial(study.progress.status, stage) if status else report_nothing
-            function = partial(_measured, measure, load, watch)
+            function = partial(loaded._measured, measure, watch)
             records[conditions.measurement] = study.measure(self.of(conditions), function, label=self.label)
         return records
 
-
-def _measured(measure: Measure, load: Loader, on_batch: OnBatch) -> Values:
-    return measure(load(), on_batch)
+    def _measured(self, measure: Measure, on_batch: OnBatch) -> Values:
+        return measure(self.load(), on_batch)
 
 
 def references(model: PreTrainedModel) -> list[Variant]:
