@@ -187,11 +187,12 @@ def _convert(run: TrainingRun) -> dict[str, Any]:
     _warn_of_exact_inputs(run, facts)
     metrics: Metrics = {}  # of the student as it is; none with `attention: null`, which nothing is taken back from
     if is_patched(student):
-        learns = patch_report(student).parameters > 0
+        learns, counts = facts["learned_parameters"] > 0, facts["beyond_exact"]
         if learns:
             student = _calibrate(run, student)
         metrics = run.measure("patched", student)
-        _estimate(run, teacher, config.transfer.max_steps if learns and len(_long_rows(run, student)) else 0)
+        transfers = learns and (counts is None or counts["longer"])
+        _estimate(run, teacher, config.transfer.max_steps if transfers else 0)
         if learns:
             student, metrics = _transfer(run, student, metrics)
             student, metrics = _close_harmful_parts(run, student, metrics)

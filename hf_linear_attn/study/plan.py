@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +371,7 @@ class LayerSearch:
         `layers` are the linear ones as text, `exact` or `none`.
         """
         settings = {**self.planned.variant.settings, "data_set": part, "layers": layers}
-        return replace(self.planned.variant, label=layers, load=cache(load), settings=settings)
+        return replace(self.planned.variant, label=layers, load=load, settings=settings)
 
     def values(self, part: str, layers: str, load: Loader) -> dict[str, Any]:
         """Return the values of a model's quality, and the standard error of its score."""
