@@ -1,5 +1,6 @@
 """The model card of a conversion, as the Hub expects it, and the tables that the screen shows, too."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.utils import CONFIG_NAME
 
 from ..data.task_data import AUTO_CLASSES
 from ..data.tasks import TASKS
@@ -24,6 +26,8 @@ from .comparison import Comparison, Quality
 
 #: A repository: a name, or an owner and a name.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+#: What the folder of a model in the Hub's cache is called, before its owner and name.
+CACHED_MODEL = "models--"
 #: Stages with metrics, in order, and what the table calls them.
 STAGES = (
     ("no attention", "the teacher with its attention switched off"),
@@ -37,6 +41,7 @@ STAGES = (
     ("trained", "after fine-tuning"),
 )
 EXAMPLE = '"The weather is nice today"'
+PAIR_EXAMPLE = '{"text": "The weather is nice today", "text_pair": "It is sunny outside"}'
 #: What the Hub calls a kind of model, the pipeline that loads it, and its arguments in the example.
 PIPELINES = {
     "classification": ("text-classification", "text-classification", EXAMPLE),
@@ -296,6 +301,7 @@ def _worth(part: dict[str, Any]) -> str:
 def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
     """The card as Markdown with its YAML header."""
     source = public(config.model or config.model_type or "")
+    name = model_name(config.model) if config.model else source
     data = public(config.data.task or config.data.dataset or "")
     kinds = sorted({layer["attention"] for layer in facts["layers"]})
     versions = ", ".join(f"{name} {version}" for name, version in facts["environment"]["versions"].items())
@@ -311,6 +317,9 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
     (_, pipeline, text), auto_class = PIPELINES[config.resolved_task_type], AUTO_CLASSES[config.resolved_task_type]
+    columns = TASKS.get(config.data.task).columns if config.data.task else config.data.text_columns
+    if config.resolved_task_type == "classification" and len(columns) == 2:
+        text = PAIR_EXAMPLE
     changed = changed_options(to_dict(config), to_dict(type(config)().completed()))
     settings = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     sections = {
@@ -330,7 +339,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
     origin = "random weights of " if config.from_config or config.model_type is not None else ""
     parts = [
         f"---\n{_header(config, facts, state, kinds).to_yaml()}\n---",
-        f"# {source.rpartition('/')[2]} with {', '.join(kinds) or 'exact'} attention",
+        f"# {name.rpartition('/')[2]} with {', '.join(kinds) or 'exact'} attention",
         f"Made with hf-linear-attn {__version__} from {origin}`{source}` on `{data}`.",
         *("\n".join([f"## {title}", "", *lines]) for title, lines in sections.items() if lines),
     ]
@@ -353,12 +362,12 @@ def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: li
         for name, value in final.items()
         if isinstance(value, (int, float)) and math.isfinite(value) and not name.endswith("_stderr")
     ]
-    name = public(config.model or config.model_type or "") or "model"
+    name = (model_name(config.model) if config.model else config.model_type) or "model"
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["hf-linear-attn", *(["linear-attention"] if kinds else [])],
-        base_model=config.model if _on_hub(config.model) else None,
+        base_model=_base_model(config.model),
         license=_license(config.model),
         datasets=[str(repository)] if _on_hub(repository) else None,
         metrics=[metric] if final else None,
@@ -376,17 +385,59 @@ def final_metrics(state: dict[str, Any]) -> dict[str, Any]:
 
 def _license(source: str | None) -> str | None:
     """Return the license that the card of the base names; None if there is no card at hand."""
+    license = _card_fields(source).get("license")
+    return license if isinstance(license, str) else None
+
+
+def model_name(source: str) -> str:
+    """Return the name of a model; of a folder, which may be called anything, the one that something in it says.
+
+    That is its card, by its own name or that of its base, else its place in the Hub's cache, else the class in its
+    config. The folder's own name is the last resort.
+    """
+    folder = Path(source).absolute()
+    if not folder.is_dir():
+        return public(source)
+    results = _card_fields(source).get("model-index") or []
+    cached = [part for part in folder.parts if part.startswith(CACHED_MODEL)]
+    names = (
+        *(result["name"] for result in results),
+        _base_model(source),
+        *(part.removeprefix(CACHED_MODEL).replace("--", "/") for part in cached),
+        _class_name(folder),
+        folder.name,
+    )
+    return next(name for name in names if name)
+
+
+def _class_name(folder: Path) -> str:
+    """Return the class of the model in a folder; empty where its config does not say."""
+    try:
+        classes = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError):
+        return ""
+    return str(classes[0]) if classes else ""
+
+
+def _base_model(source: str | None) -> str | None:
+    """Return the repository that a model comes from: itself, or that which the card of a folder names; else None."""
+    base = source if _on_hub(source) else _card_fields(source).get("base_model")
+    base = base[0] if isinstance(base, list) and base else base
+    return base if isinstance(base, str) and _on_hub(base) else None
+
+
+def _card_fields(source: str | None) -> dict[str, Any]:
+    """Return the header of a model's card; empty if there is no card at hand, or one that cannot be read."""
     if source is None or not (Path(source).is_dir() or _on_hub(source)):
-        return None
+        return {}
     path = Path(source) / "README.md"
     if Path(source).is_dir() and not path.is_file():
-        return None
+        return {}
     try:
         card = ModelCard.load(str(path) if path.is_file() else source, ignore_metadata_errors=True)
     except (OSError, ValueError, yaml.YAMLError):  # no network, no card, or one that cannot be read
-        return None
-    license = card.data.get("license")
-    return license if isinstance(license, str) else None
+        return {}
+    return card.data.to_dict()
 
 
 def public_options(config: TrainingRunConfig) -> dict[str, Any]:

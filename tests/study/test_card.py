@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
 from dataclasses import asdict
@@ -357,6 +358,49 @@ def test_the_error_of_a_metric_is_over_the_rows_of_its_own_set():
     two = {**facts("matched_accuracy"), "data": {"validation_matched_rows": 96, "validation_mismatched_rows": 10_000}}
     table = results_table(two, {"teacher": {"matched_accuracy": 0.5, "mismatched_accuracy": 0.5}})
     assert "0.50 ± 0.05 | 0.500 ± 0.005 |" in table[-1]
+
+
+def test_a_folder_is_not_a_name(tmp_path):
+    """Which one a card has, by what a person put into the folder, from the most to the least telling."""
+    folder = tmp_path / "models--owner--cached" / "snapshots" / "teacher"
+    folder.mkdir(parents=True)
+
+    def names(source=folder):
+        card = model_card(config(str(source)), facts(layers=layers()), STATE)
+        fields = header(card)
+        return (
+            fields.get("base_model"),
+            fields["model-index"][0]["name"],
+            re.search("^# (.*) with", card, re.M).group(1),
+        )
+
+    assert names() == (None, "cached", "cached")
+    alone = tmp_path / "teacher"
+    alone.mkdir()
+    assert names(alone) == (None, "teacher", "teacher")
+    (alone / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}', encoding="utf-8")
+    assert names(alone) == (None, "BertForMaskedLM", "BertForMaskedLM")
+    (folder / "README.md").write_text("---\nbase_model: owner/base\n---\n", encoding="utf-8")
+    assert names() == ("owner/base", "base", "base")
+    tuned = model_card(FinetuneConfig(model="owner/base", data=DataConfig(task="sst2")), facts(), STATE)
+    (folder / "README.md").write_text(tuned.replace("name: base", "name: tuned"), encoding="utf-8")
+    assert names() == ("owner/base", "tuned", "tuned")
+
+
+@pytest.mark.parametrize(
+    ("data", "is_pair"),
+    [
+        ({"task": "rte"}, True),
+        ({"task": "sst2"}, False),
+        ({"dataset": "owner/rows", "text_columns": ("question", "answer")}, True),
+        ({"dataset": "owner/rows"}, False),
+    ],
+)
+def test_the_example_of_a_pair_task_is_a_pair(data, is_pair):
+    card = model_card(config(**data), facts(layers=layers()), {})
+    example = re.search(r"tokenizer=tokenizer\)\((.*)\)\)$", card, re.M).group(1)
+    value = ast.literal_eval(example)
+    assert set(value) == {"text", "text_pair"} if is_pair else isinstance(value, str)
 
 
 def test_the_license_is_that_of_the_base(tmp_path):
