@@ -24,6 +24,10 @@ PLAN_SUFFIXES = (".json", ".yaml", ".yml")
 DEFAULT_KEY = "default"
 #: What a layer's dict may hold besides the options of its mechanism.
 LAYER_KEYS = ("attention", "options", "exact_heads")
+#: Options that this version no longer has, by mechanism or feature map: the value under which each did nothing.
+RETIRED_OPTIONS: dict[str, dict[str, Any]] = {"window": {"store_size": 0}}
+#: The last version that had them.
+RETIRED_AFTER = "0.1.0"
 CacheDtype = Literal["auto", "int8"]
 """How a cache stores the keys and values of single tokens: in the model's dtype, or rounded (see `ops.int8`)."""
 #: The mechanism where none is named: it preserves most of a pretrained model, in both directions.
@@ -330,7 +334,22 @@ def _saved_layer(saved: Mapping[str, Any]) -> LayerConfig:
 
     Such options declare in their metadata which value computes as `before` they existed.
     """
+    if isinstance(saved, Mapping) and isinstance(saved.get("options"), Mapping):
+        saved = {**saved, "options": _without_retired(str(saved.get("attention")), saved["options"])}
     layer = LayerConfig.parse(saved)
     options = fields(ATTENTIONS.get(layer.attention).options)
     before = {option.name: option.metadata["before"] for option in options if "before" in option.metadata}
     return replace(layer, options={**before, **layer.options})
+
+
+def _without_retired(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved options without those of `RETIRED_OPTIONS`; a ValueError where one of them was used."""
+    remaining = dict(options)
+    for option, unused in RETIRED_OPTIONS.get(name, {}).items():
+        value = remaining.pop(option, unused)
+        if value != unused:
+            raise ValueError(
+                f"The settings have {option}={value!r} for {name!r}, an option that went after hf-linear-attn "
+                f"{RETIRED_AFTER}. Load the checkpoint with that version."
+            )
+    return remaining

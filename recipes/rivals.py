@@ -18,8 +18,8 @@ when the context has been read and before the question is known, as in kvpress (
 - razor-attention: as before, with the heads that a probe of looking things up finds (Tang et al. 2024,
   arXiv:2407.15891), without its compensation token;
 - mixture: the same heads exact, the others `window` with a linear part; mixture-int8: with keys and values in int8;
-  window: no exact head; store: no exact head, a third of each window as a store of keys. They are calibrated on
-  training text, and none is trained. Folders that `convert` wrote are measured too: `--converted out-a out-b`.
+  window: no exact head. They are calibrated on training text, and none is trained. Folders that `convert` wrote are
+  measured too: `--converted out-a out-b`.
 
 The output folder is a study: `records.jsonl` has every answer as soon as it is given, and a second call goes on where
 the first one stopped. `report.md` has the table and `bytes.png`. `--model` takes any decoder with rotary positions.
@@ -77,8 +77,7 @@ EXACT = "exact"
 QUANTIZED = {"int8": 8, "int4": 4}
 PRESSES = ("streaming-llm", "snapkv", "keydiff", "expected-attention")
 SHARES = (0.5, 0.25)
-OURS = ("duo-attention", "razor-attention", "mixture", "mixture-int8", "window", "store")
-WITHOUT_HEADS = ("window", "store")
+OURS = ("duo-attention", "razor-attention", "mixture", "mixture-int8", "window")
 VARIANTS = (EXACT, *QUANTIZED, *(f"{name}-{share * 100:.0f}" for name in PRESSES for share in SHARES), *OURS)
 
 #: kvpress' defaults: tokens at the beginning that are always kept; queries that vote, and how far a vote spreads;
@@ -364,13 +363,11 @@ class Rivals:
         """Return the plan of one of `OURS` for `patch_model`."""
         size = self.config.window_size
         window: dict[str, Any] = {"attention": "window", "window_size": size}
-        if variant == "store":
-            window |= {"window_size": size - size // 3, "store_size": size // 3}
         if variant.endswith("-attention"):
             window |= {"mix_init": CLOSED_MIX}
         if variant.endswith("-int8"):
             window |= {"cache_dtype": "int8"}
-        if variant in WITHOUT_HEADS:
+        if variant == "window":
             return {"default": window}
         table = pd.DataFrame(self.heads(variant)["table"])
         return ExactHeads.first_rows(table, int(table["chosen"].sum()), window).plan()
@@ -388,7 +385,7 @@ class Rivals:
         if not variant.endswith("-attention"):
             hla.calibrate(model, self.train_rows)
         seconds = time.perf_counter() - start
-        return model, seconds + (0.0 if variant in WITHOUT_HEADS else self.heads(variant)["preparation"])
+        return model, seconds + (0.0 if variant == "window" else self.heads(variant)["preparation"])
 
     def model(self, variant: str) -> PreTrainedModel:
         if variant not in self._models:

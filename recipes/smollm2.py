@@ -16,12 +16,10 @@ perplexity and loss by position, recall by length and depth, time and cache of a
 - probe: as mixture, with all exact heads chosen by the probe;
 - random: as mixture, with heads drawn at random;
 - window: no exact heads, so that the state is constant;
-- store: window as trained, with a third of each window as a store of keys, which may lie anywhere (`store_size`):
-  nothing is trained for it;
 - linear: `hedgehog` in all heads, with as many steps of attention transfer first: untrained it is no language model.
 
 The output folder is a study: `records.jsonl` has every measurement as soon as it is made, `NAME/` is the training run
-of a variant with the checkpoint and its card (of store the checkpoint alone), and `report.md` compares all variants
+of a variant with the checkpoint and its card, and `report.md` compares all variants
 that are there. A second call goes on where the first one stopped.
 Without --config the options are those of `recipes/configs/smollm2-cpu.yaml`. `--model` takes any other decoder.
 """
@@ -50,7 +48,7 @@ from hf_linear_attn.demo import SMOLLM2
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.measure.recall import Recall
 from hf_linear_attn.measure.speed import measure_decoding
-from hf_linear_attn.mechanisms.window import CLOSED_MIX, WindowOptions
+from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
@@ -76,7 +74,7 @@ MEASUREMENTS = tuple(name for name in MEASURED_BY if name != "heads")
 LARGEST_LOSS = 0.5
 #: The part outside of windows and sinks switched off.
 NEAR_ONLY = {"mix_init": CLOSED_MIX}
-VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "store", "linear")
+VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "linear")
 
 PROMPTS = (
     "The lighthouse stood at the end of the island, and every evening the keeper",
@@ -111,8 +109,8 @@ class RecipeConfig(ConvertConfig):
         for name in self.variants:
             if name not in VARIANTS:
                 raise OptionError("variants", f"{name!r} is none of {', '.join(VARIANTS)}.")
-        if self.attention != "window" and {"near", "store"} & set(self.variants):
-            raise OptionError("variants", f"near and store need the attention 'window', got {self.attention!r}.")
+        if self.attention != "window" and "near" in self.variants:
+            raise OptionError("variants", f"near needs the attention 'window', got {self.attention!r}.")
         if None in (self.output, self.test_text, self.data.dataset):
             raise OptionError("output", "give it, and data.dataset and test_text.")
 
@@ -203,21 +201,12 @@ class Variants:
             return {"default": "hedgehog"}
         if variant == "window":
             return {"default": window}
-        if variant == "store":
-            width = self.config.options.get("window_size", WindowOptions.window_size)
-            return {"default": {**window, "window_size": width - width // 3, "store_size": width // 3}}
         plan = self.heads["plans"].get(variant, self.heads["plans"]["mixture"])
         return {**plan, "default": {**window, **NEAR_ONLY} if variant == "near" else window}
 
     def train(self, variant: str) -> PreTrainedModel:
         """Convert the model, or load what an earlier call has converted."""
         folder = self.folder / variant
-        if variant == "store":
-            model = self.train("window")
-            state = model.state_dict()
-            hla.patch_model(hla.unpatch_model(model), self.plan(variant)).load_state_dict(state)
-            model.save_pretrained(folder / "model")
-            return model
         # The plans below have the exact heads.
         changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0, "control": False}
         changes |= {"output": str(folder), "resume": folder.exists()}

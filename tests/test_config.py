@@ -43,6 +43,38 @@ def test_the_saved_form_is_json_with_every_option():
     assert LinearAttentionConfig.from_dict(json.loads(json.dumps(saved))).to_dict() == saved
 
 
+#: A layer as hf-linear-attn 0.1.0 saved it, with every option that it had.
+SAVED_BY_0_1_0 = {
+    "window": {
+        "window_size": 8,
+        "feature_map": "hedgehog",
+        "feature_map_options": {},
+        "mix_init": 0.0,
+        "saturation": 8,
+        "sink_tokens": 4,
+        "store_size": 0,
+        "cache_dtype": "auto",
+    },
+}
+
+
+@pytest.mark.parametrize("attention", SAVED_BY_0_1_0)
+def test_what_an_earlier_version_saved_is_read_without_the_options_that_are_gone(attention):
+    layer = {"attention": attention, "options": SAVED_BY_0_1_0[attention]}
+    saved = {"format_version": 1, "package_version": "0.1.0", "default": None, "layers": {"0": layer}}
+    options = LinearAttentionConfig.from_dict(saved).layers["0"].options
+    assert dict(options) == {name: layer["options"][name] for name in options}
+    assert len(options) < len(layer["options"])
+
+
+@pytest.mark.parametrize(("attention", "option", "value"), [("window", "store_size", 4)])
+def test_a_saved_option_that_is_gone_is_refused_where_it_was_used(attention, option, value):
+    layer = {"attention": attention, "options": {**SAVED_BY_0_1_0[attention], option: value}}
+    saved = {"format_version": 1, "package_version": "0.1.0", "default": layer, "layers": {}}
+    with pytest.raises(ValueError, match=rf"{option}={value!r} for {attention!r}.* after hf-linear-attn 0\.1\.0"):
+        LinearAttentionConfig.from_dict(saved)
+
+
 LAYER = st.one_of(
     st.sampled_from(["elu", "hedgehog", "softmax"]),
     st.builds(lambda m: {"attention": "favor+", "num_features": m}, st.integers(1, 64)),

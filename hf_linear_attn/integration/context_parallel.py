@@ -47,7 +47,7 @@ def context_parallel(model: PreTrainedModel, group: Any) -> Iterator[None]:
             kind = "softmax" if mechanism is None else type(mechanism).__name__
             raise NotImplementedError(
                 f"{context.name or type(module).__name__} ({kind}) cannot be split over processes by context_parallel. "
-                "'window' without store_size can, and the kernelized mechanisms ('hedgehog', 'elu', …)."
+                "'window' can, and the kernelized mechanisms ('hedgehog', 'elu', …)."
             )
         contexts.append(context)
     if not contexts:

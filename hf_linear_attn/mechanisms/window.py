@@ -148,12 +148,6 @@ class WindowOptions(HybridOptions):
         least=0,
         before=0,
     )
-    store_size: int = option(
-        0,
-        "decoders only: keys outside of the window that are exact too, those whose values the part outside recalls "
-        "worst (LoLA, arXiv:2505.23666)",
-        least=0,
-    )
     cache_dtype: CacheDtype = option(
         "auto",
         "decoders only: keys and values in the cache, those of exact heads too ('auto': in the model's dtype; 'int8': "
@@ -183,11 +177,8 @@ class WindowAttention(HybridAttention):
     in decoders; in encoders as many at either end, and these see every key exactly themselves. Pretrained models give
     such tokens much of their attention. A row of at most `exact_length` tokens has exact attention.
 
-    With `store_size` n a decoder keeps n more keys exact, those outside of the window whose values S and z recall worst
-    (`ops.store`): a state as large as that of a wider window, which remembers single tokens far back.
-
-    The state is S, z, a ring buffer of w keys and values, the sinks, the store, and the number of tokens, `count [B]`.
-    With `cache_dtype` "int8" the keys and values in it, of the ring, the sinks and the store, are `s q` with
+    The state is S, z, a ring buffer of w keys and values, the sinks, and the number of tokens, `count [B]`.
+    With `cache_dtype` "int8" the keys and values in it, of the ring and the sinks, are `s q` with
     q = round(x/s) in int8 and s = max|x|/127 for each token and head (`ops.int8`); the sums stay in float32. The tokens
     of a call see one another exactly, and those of earlier calls rounded: a prompt in one piece is exact.
 
@@ -215,9 +206,6 @@ class WindowAttention(HybridAttention):
         chosen: dict[str, Any] = {name: x for name, x in automatic.items() if getattr(options, name) == "auto"}
         options = replace(options, **chosen)
         super().__init__(shape, options)
-        self._check_store(shape.causal)
-        if options.store_size:  # which depends on all earlier keys of a row
-            self.dense_masks, self.context_parallel = False, frozenset()
         if shape.causal:
             # SmolLM2-135M, a fifth of the heads exact: perplexity 33.5 -> 31.3 by outputs, and -> 36.7 by weights. In
             # encoders (all-MiniLM-L6-v2) weights are as good for the cosines of embeddings, and better for their ranks.
@@ -230,7 +218,6 @@ class WindowAttention(HybridAttention):
         if (step := run_prepared(self, inputs)) is not None:
             return step
         self.begin_forward(inputs)
-        self._check_store(inputs.causal)
         if self._may_warn and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._warn_if_closed()
         if inputs.ranks is None and self._is_within_window(inputs):
@@ -254,7 +241,7 @@ class WindowAttention(HybridAttention):
     def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:
         """Return the call with all that is exact beside the window."""
         call, options = super()._call(inputs, log_mix), self.options
-        call.sinks, call.store = options.sink_tokens, options.store_size
+        call.sinks = options.sink_tokens
         call.cache_dtype = stored_dtype(options.cache_dtype, inputs.key, inputs.value)
         return call
 
@@ -267,10 +254,6 @@ class WindowAttention(HybridAttention):
                 stacklevel=2,
             )
         self._may_warn = False
-
-    def _check_store(self, causal: bool) -> None:
-        if self.options.store_size and not causal:
-            raise ValueError(f"store_size={self.options.store_size} is for decoders: leave it at 0 in an encoder.")
 
     def _is_within_window(self, inputs: AttentionInputs) -> bool:
         """Return whether this is exact attention, which is faster: no key is outside of a window, none is padding.
@@ -309,13 +292,10 @@ class WindowAttention(HybridAttention):
         """Return the part of g that does not depend on the query: `[1, H, 1]`, with a saturation `[B | 1, H, L]`."""
         query = inputs.query
         log_mix, saturation = self.log_mix.to(compute_dtype(query)).view(1, -1, 1), self.options.saturation
-        if saturation is None and not self.options.store_size:
+        if saturation is None:
             return log_mix
         outside = inputs.of_queries(self._count_outside(inputs)).unsqueeze(1)
-        if saturation is not None:
-            log_mix = log_mix - torch.log1p(outside.to(log_mix.dtype) / saturation)
-        # With all of S stored, the estimates would not cancel exactly.
-        return log_mix.masked_fill(outside == 0, float("-inf")) if self.options.store_size else log_mix
+        return log_mix - torch.log1p(outside.to(log_mix.dtype) / saturation)
 
     def _query_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return `clip(√τ u·q_i)`, `[B, H, L]`. NaN in padding reaches neither it nor u's gradient."""
@@ -334,23 +314,13 @@ class WindowAttention(HybridAttention):
         return (mask_tokens(part, mask) * inputs.scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
 
     def _inside(self, inputs: AttentionInputs) -> Tensor:
-        """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: in its window, sinks and stored ones."""
+        """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: in its window, and sinks."""
         sinks, causal, start = self.options.sink_tokens, inputs.causal, inputs.start
         inside = ops.inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal, start)
-        if sinks:
-            inside = inside | sink_pairs(inputs.visible(), sinks, causal, start)
-        if not self.options.store_size or not inputs.key.shape[2]:
-            return inside
-        if inputs.mask is not None and inputs.mask.dim() == 4:
-            raise NotImplementedError(
-                "A store of keys cannot apply a mask [B, H, L, S]. Pass a padding mask [B, S], or set store_size=0."
-            )
-        stored = ops.stored_pairs(self._call(inputs, self.log_mix))
-        first = stored.shape[2] - inputs.query.shape[2]
-        return inside | stored[:, :, first:].repeat_interleave(self.shape.num_heads // stored.shape[1], dim=1)
+        return inside | sink_pairs(inputs.visible(), sinks, causal, start) if sinks else inside
 
     def _count_outside(self, inputs: AttentionInputs) -> Tensor:
-        """Return how many tokens, but for sinks and a store, are outside of each one's window, `[B | 1, S]`.
+        """Return how many tokens, but for sinks, are outside of each one's window, `[B | 1, S]`.
 
         If causal those are the tokens before it.
         """
@@ -359,7 +329,7 @@ class WindowAttention(HybridAttention):
         real = torch.ones(1, length, dtype=torch.long, device=device) if mask is None else mask.long()
         if inputs.causal:
             before = 0 if inputs.state is None else inputs.state["count"].unsqueeze(1)
-            return (real.cumsum(dim=1) + before - (window + sinks + self.options.store_size)).clamp_min(0)
+            return (real.cumsum(dim=1) + before - (window + sinks)).clamp_min(0)
         if sinks and length:
             real = real.scatter(1, end_positions(mask, sinks, real.shape[0], length, device), 0)
         cumulative = real.cumsum(dim=1)
@@ -373,10 +343,9 @@ class WindowAttention(HybridAttention):
         return self._exact_length(self.shape.causal)
 
     def _exact_length(self, causal: bool) -> int:
-        return self.options.window_size + self.options.sink_tokens * (1 if causal else 2) + self.options.store_size
+        return self.options.window_size + self.options.sink_tokens * (1 if causal else 2)
 
     def extra_repr(self) -> str:
         options = self.options
-        stored = f", store_size={options.store_size}" if options.store_size else ""
-        stored += f", cache_dtype={options.cache_dtype}" if options.cache_dtype != "auto" else ""
+        stored = f", cache_dtype={options.cache_dtype}" if options.cache_dtype != "auto" else ""
         return f"window_size={options.window_size}, sink_tokens={options.sink_tokens}{stored}"

@@ -161,7 +161,7 @@ class Mix(NamedTuple):
 
         g = base + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w - s, 0) / N)
 
-    base `[B | 1, H, L | 1]`, weight u `[H, d]`, s sinks and stored keys; saturation N of a decoding step, n the
+    base `[B | 1, H, L | 1]`, weight u `[H, d]`, s sinks; saturation N of a decoding step, n the
     tokens before it (None: without the last term).
     """
 
@@ -179,15 +179,13 @@ class WindowedCall(_FeatureCall):
 
     `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`; without gradients it may be a formula. With
     `sinks` n, the first n tokens of each row (causal), or the first n and the last n, have exact weights for every
-    query (`ops.sinks`). With a `store` n (causal), so have n keys that the linear part recalls badly (`ops.store`).
-    The state stores keys and values in `cache_dtype`, int8 as in `ops.int8` (None: as they are).
+    query (`ops.sinks`). The state stores keys and values in `cache_dtype`, int8 as in `ops.int8` (None: as they are).
     """
 
     window: int
     scaling: float
     log_mix: Tensor | Mix
     sinks: int = 0
-    store: int = 0
     cache_dtype: torch.dtype | None = None
 
     def log_mixing_weights(self) -> Tensor:

@@ -208,7 +208,7 @@ def refuse_free_length(length: int, mechanism: str) -> None:
     if is_free(length):
         raise NotImplementedError(
             f"{mechanism} cannot be exported with a free length. Export it with fixed sizes (of 1 token for decoding "
-            "steps), or patch with a kernelized mechanism or 'window' without store_size."
+            "steps), or patch with a kernelized mechanism or 'window'."
         )
 
 

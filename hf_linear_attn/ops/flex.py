@@ -61,8 +61,8 @@ class FlexBackend:
             return reason
         if call.fused is None or call.fused[1].scaled:
             return "the feature map has no fused form without a log scale"
-        if call.store or not call.query.shape[2]:
-            return "a store of keys is not fused" if call.store else "there are no tokens"
+        if not call.query.shape[2]:
+            return "there are no tokens"
         if min(call.query.shape[3], call.value.shape[3]) < MIN_HEAD_DIM:
             return f"heads of fewer than {MIN_HEAD_DIM} numbers are not supported"
         if not installed():

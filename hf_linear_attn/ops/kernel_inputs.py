@@ -85,12 +85,10 @@ def window_entries(call: WindowedCall) -> Entries:
     stored = call.cache_dtype or call.query.dtype
     key_size, value_size = row_size(size, call.cache_dtype), row_size(call.value.shape[3], call.cache_dtype)
     entries: Entries = {"ring_mask": ((batch, call.window), torch.bool), "count": ((batch,), torch.int64)}
-    for prefix, tokens in (("ring", call.window), ("sink", call.sinks), ("store", call.store)):
+    for prefix, tokens in (("ring", call.window), ("sink", call.sinks)):
         if tokens:
             entries[f"{prefix}_key"] = (batch, groups, tokens, key_size), stored
             entries[f"{prefix}_value"] = (batch, groups, tokens, value_size), stored
-    if call.store:
-        entries["store_error"] = (batch, groups, call.store), torch.float32
     return entries
 
 

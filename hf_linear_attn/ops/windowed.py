@@ -11,7 +11,7 @@ strongest token of the window.
 
 Shapes as in `ops.kernelized`; log_mix `[H]`, or row by row `[B | 1, H, L | 1]`; the window is the last `window` tokens
 (causal, the token itself included) or the tokens at a distance below `window` (bidirectional). Sinks (`ops.sinks`)
-count as inside of every window, and so do the keys of a store (`ops.store`).
+count as inside of every window.
 
 The sequence is split into blocks of c tokens. The window of a block lies within itself and the `reach` blocks before
 it (bidirectional: and after it), its neighbours. Everything farther comes from running sums over blocks, which are
@@ -39,14 +39,12 @@ from .common import (
     is_free,
     join_chunks,
     mask_tokens,
-    refuse_free_length,
     weighted_mean,
     with_ones,
 )
 from .int8 import append, to_dtype
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
-from .store import StoredKeys, leaving_keys, with_errors
 
 #: Smallest and largest block: those of narrower windows have the smallest one.
 MIN_BLOCK, MAX_BLOCK = 32, 64
@@ -111,8 +109,7 @@ def split_blocks(tensor: Tensor, size: int, count: int, dim: int = 2) -> Tensor:
 
 class Columns(NamedTuple):
     """Some keys of every row: logits `[…, n, p]`, `-inf` outside of the window, the keys' features `[…, p, m]`, and 1
-    where the feature map gives the weight, 0 elsewhere `[…, n, p]` (None: nowhere); -1 where the sums over all far keys
-    have an estimate that must not count.
+    where the feature map gives the weight, 0 elsewhere `[…, n, p]` (None: nowhere).
 
     Selecting by arithmetic takes a CPU a fifth of the time of where and masked_fill. It is safe, as everything is
     finite.
@@ -387,10 +384,8 @@ class _BlockedCall:
 
         return QueryRows(split(rows.query), rows.features.apply(split))
 
-    def attend(
-        self, start: int, rows: QueryRows, keys: _Blocks, far: KVState, *stored: tuple[Columns, Tensor]
-    ) -> Accumulator:
-        """Attend from a group to its neighbours, to the sinks, to far sums `[n, B, G, m, e + 1]` and to a store."""
+    def attend(self, start: int, rows: QueryRows, keys: _Blocks, far: KVState) -> Accumulator:
+        """Attend from a group to its neighbours, to the sinks and to far sums `[n, B, G, m, e + 1]`."""
         features, count = rows.features, rows.query.shape[0]
         near = [slice(shift, shift + count) for shift in range(self.reach + 1 + self.ahead)]
         if self.free:
@@ -398,7 +393,7 @@ class _BlockedCall:
         pairs = [(keys.columns(rows, now, part), keys.value[now]) for now, part in zip(near, self.parts, strict=True)]
         if self.sinks is not None:
             pairs.append(_sink_columns(self.sinks, rows, start * self.size, self.call))
-        columns, values = zip(*pairs, *stored, strict=True)
+        columns, values = zip(*pairs, strict=True)
         weights, total, top = _far_and_near(features, columns, far)
         for weight, value in zip(weights, values, strict=True):
             total = total + weight @ value
@@ -438,37 +433,6 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
     return Columns(logits), with_ones(sinks.value.to(rows.query.dtype))
 
 
-def _store_columns(
-    pool: StoredKeys, is_stored: Tensor, query: Tensor, call: WindowedCall, features: Features
-) -> tuple[Columns, Tensor]:
-    """Return keys `[…, p, d]` with their features as columns of rows `[…, R·n, d + 1]`, of which a store holds some,
-    is_stored `[…, n, p]`, and their values `[v, 1]`."""
-    is_stored = is_stored.repeat(*(1,) * (is_stored.dim() - 2), call.query.shape[1] // call.key.shape[1], 1)
-    logits = query @ functional.pad(pool.key.to(query.dtype), (0, 1)).transpose(-1, -2)
-    features = features.constant(pool.constant)
-    columns = Columns(logits.masked_fill_(~is_stored, float("-inf")), features, is_stored * logits.new_tensor(-1.0))
-    return columns, with_ones(pool.value.to(query.dtype))
-
-
-def _offer_blocks(
-    store: StoredKeys, leaving: StoredKeys, rows: QueryRows, start: int, call: WindowedCall
-) -> tuple[tuple[Columns, Tensor], StoredKeys]:
-    """Return the columns of the store for blocks of rows, of which the first begins at row `start`, and the store after
-    them."""
-    count, repeats = rows.query.shape[0], call.query.shape[1] // call.key.shape[1]
-    size, pools, is_stored = rows.query.shape[3] // repeats, [], []
-    for block in range(count):
-        new = leaving.at(slice(start + block * size, start + (block + 1) * size))
-        pool, which, store = store.offer(new)
-        pools.append(pool)
-        is_stored.append(which)
-    pool = StoredKeys(*(torch.stack(parts) for parts in zip(*pools, strict=True)))
-    keys = pool.key.movedim(0, 2)
-    features = call.key_features(keys.flatten(2, 3).to(rows.query.dtype), 0)
-    features = features.apply(lambda x: x.unflatten(2, keys.shape[2:4]).movedim(2, 0))
-    return _store_columns(pool, torch.stack(is_stored), rows.query, call, features), store
-
-
 def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumulator, State]:
     """Compute the causal form of at least one token before normalisation, `[B, H, L, …]`, and the state after it.
 
@@ -482,29 +446,17 @@ def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[A
     if sinks is not None:
         far = far & (position > sinks.position[:, -1:])
     blocked = _BlockedCall(inputs, valid, far, sinks, normalise=normalise, older=window)
-    if call.store:
-        refuse_free_length(length, "A window with store_size")
-        tokens = (inputs.key, inputs.value, far[:, None, :, None])
-        key, value, leave = (blocked.pad_rows(x[:, :, :length]) for x in tokens)
-        store, leaving = StoredKeys.before(call), leaving_keys(call, key, value, leave[:, 0, :, 0])
     carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
     for start in blocked.starts:
         count, rows, keys = blocked.group_size(start), blocked.rows(start), blocked.keys(start)
         before, carried = keys.kv_state.at(slice(0, count)).running(carried)
-        stored = []
-        if call.store:
-            columns, store = _offer_blocks(store, leaving, rows, start * blocked.size, call)
-            stored.append(columns)
-        parts.append(blocked.attend(start, rows, keys, before, *stored))
+        parts.append(blocked.attend(start, rows, keys, before))
     result = blocked.join(parts)
     if query_index is not None:
         values, scale = (take_tokens(x, query_index) for x in (result.values, result.log_scale.unsqueeze(-1)))
         result = Accumulator(mask_tokens(values, call.mask), mask_tokens(scale, call.mask)[..., 0])
     after = carried.plus(keys.kv_state.at(-blocked.reach if blocked.free else count))
-    if call.store and call.cache_dtype is not None:
-        after = after.plus(store.rounding(call))
-    entries = store.state(call, after.total.requires_grad) if call.store else {}
-    return result, {**after.state(), **ring, **first, **entries}
+    return result, {**after.state(), **ring, **first}
 
 
 def accumulate_bidirectional(call: WindowedCall, *, normalise: bool = False, sinks: Sinks | None = None) -> Accumulator:
@@ -574,10 +526,6 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     oldest = state["ring_mask"][:, :1] & (oldest_position >= call.sinks)
     older = masked_key_features(call.key_features, oldest_key, 0, oldest, dtype)
     far = KVState.from_state(state).plus(KVState.of(older, with_ones(mask_tokens(oldest_value, oldest))))
-    if call.store:
-        recalled = weighted_mean(older.values @ far.total).detach()
-        new = with_errors(oldest_key, oldest_value, recalled, oldest)
-        pool, is_stored, store = StoredKeys.before(call).offer(new)
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
         near = torch.cat([near, torch.arange(call.sinks, device=near.device) <= oldest_position], dim=1)
@@ -592,39 +540,9 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     values, scale = call.query_features(query.to(dtype), 0)
     mix = call.log_mixing_weights().to(dtype).exp().unsqueeze(-1)
     features = Features((values * mix).reshape(grouped), None if scale is None else scale.reshape(grouped[:-1]))
-    columns = [Columns(logits)]
-    if call.store:
-        scaled = with_ones(query.to(dtype) * call.scaling).reshape(grouped)
-        stored, stored_value = _store_columns(pool, is_stored, scaled, call, call.key_features(pool.key.to(dtype), 0))
-        columns.append(stored)
-    weights, total, _ = _far_and_near(features, columns, far)
-    if call.store:
-        total = total + weights[1] @ stored_value
-    out = divide(weights[0] @ near_value + total[..., :-1], weights[0].sum(dim=-1) + total[..., -1])
-    after = {**far.state(), **ring, **first}
-    if call.store:
-        after |= store.state(call, far.total.requires_grad)
-    return out.view(batch, heads, 1, -1).to(value.dtype), after
-
-
-def stored_pairs(call: WindowedCall) -> Tensor:
-    """Return which keys the store holds for the token at each key, `[B, G, S, S]`, for analysis; O(S²) memory."""
-    batch, groups, length, _ = call.key.shape
-    inputs, valid, index, _ = gather_tokens(call.replace(query=call.key), call.log_mixing_weights()[:, :, :1])
-    sinks, _ = first_tokens(call)
-    number = torch.arange(-call.window, length, device=valid.device)
-    far = valid if sinks is None else valid & (number > sinks.position[:, -1:])
-    key, value, far = inputs.key[:, :, :length], inputs.value[:, :, :length], far.expand(batch, -1)[:, :length]
-    # A number for each key stands in place of its value: 0 is an empty place.
-    numbers = torch.arange(1, length + 1, device=valid.device).view(1, 1, -1, 1).expand(batch, groups, -1, -1)
-    leaving = leaving_keys(call, key, value, far)._replace(value=numbers)
-    pool, is_stored, _ = StoredKeys.before(call.replace(value=numbers)).offer(leaving)
-    pairs = is_stored.new_zeros(*is_stored.shape[:3], length + call.window + 1)
-    pairs.scatter_(3, pool.value[..., 0].unsqueeze(2).expand(is_stored.shape), is_stored)
-    order = torch.arange(length, device=valid.device).expand(batch, -1) if index is None else index
-    pairs = pairs.gather(2, order[:, None, :, None].expand(-1, groups, -1, pairs.shape[3]))
-    # The keys that leave are the first of the window before these tokens and of the tokens.
-    return pairs.gather(3, (order + call.window + 1)[:, None, None, :].expand(-1, groups, length, -1))
+    (weights,), total, _ = _far_and_near(features, [Columns(logits)], far)
+    out = divide(weights @ near_value + total[..., :-1], weights.sum(dim=-1) + total[..., -1])
+    return out.view(batch, heads, 1, -1).to(value.dtype), {**far.state(), **ring, **first}
 
 
 def inside_window(

@@ -29,7 +29,6 @@ TOKENS = (7,)
 #: Variants of windows in decoders, beside the names of mechanisms: their options, and the share of exact heads.
 WINDOWS: dict[str, tuple[dict[str, Any], float]] = {
     "window of 384": ({"window_size": 384}, 0.0),
-    "window of 256 with a store of 128": ({"window_size": 256, "store_size": 128}, 0.0),
     "window of 384, 20 % of the heads exact": ({"window_size": 384}, 0.2),
     "the same in int8": ({"window_size": 384, "cache_dtype": "int8"}, 0.2),
 }

@@ -389,7 +389,7 @@ def _interval(recall: dict[str, Any]) -> str:
 
 EXACT, CONTROL = smollm2.EXACT, smollm2.CONTROL
 #: The conversions of SmolLM2 that the short table shows.
-SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", "store, trained", CONTROL)
+SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", CONTROL)
 SMOLLM2_FOLDERS = {
     "smollm2-probe": "probe only, untrained",
     "smollm2-short-probe-untrained": "short probe, untrained",

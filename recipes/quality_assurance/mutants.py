@@ -53,9 +53,9 @@ GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
         ),
         *("tests/ops/test_native.py", "tests/ops/test_native_windowed.py", "tests/feature_maps/test_maps.py"),
     ),
-    ("ops/windowed.py", "ops/buckets.py", "ops/sinks.py", "ops/store.py"): (
+    ("ops/windowed.py", "ops/buckets.py", "ops/sinks.py"): (
         *("tests/ops/test_windowed.py", "tests/ops/test_windowed_maps.py", "tests/mechanisms/test_scatterbrain.py"),
-        *("tests/mechanisms/test_window_sinks.py", "tests/mechanisms/test_window_store.py"),
+        "tests/mechanisms/test_window_sinks.py",
     ),
     ("ops/gated.py", "ops/gated_delta.py"): (
         *("tests/ops/test_gated.py", "tests/ops/test_gated_delta.py", "tests/mechanisms/test_gla.py"),

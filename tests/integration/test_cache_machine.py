@@ -38,11 +38,10 @@ MODELS: dict[str, tuple[Family, str, dict[str, Any]]] = {
     **{name: (LLAMA, name, {}) for name in ("elu", "favor+", "hedgehog", "window", "scatterbrain")},
     **{name: (LLAMA, name, {}) for name in ("gated-delta", "linformer-causal")},
     "gla": (GPT2, "gla", {}),
-    "store": (LLAMA, "window", {"store_size": 3}),
     "exact heads": (LLAMA, "hedgehog", {"exact_heads": [1]}),
-    "store and exact heads": (LLAMA, "window", {"store_size": 3, "exact_heads": [0]}),
+    "window and exact heads": (LLAMA, "window", {"exact_heads": [0]}),
     "mixture": (LLAMA, "hedgehog", {"layers": [1]}),  # the other layer is exact, with its own kind of cache
-    "int8": (LLAMA, "window", {"cache_dtype": "int8", "exact_heads": [0], "store_size": 3}),
+    "int8": (LLAMA, "window", {"cache_dtype": "int8", "exact_heads": [0]}),
 }
 
 
@@ -224,8 +223,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.outputs = [torch.empty(0, VOCABULARY) for _ in full]
 
 
-#: Their states have the forms of `hedgehog` and of `store and exact heads`.
-ALIKE = ("elu", "favor+", "store", "exact heads")
+#: Their states have the forms of `hedgehog` and of `window and exact heads`.
+ALIKE = ("elu", "favor+", "exact heads")
 
 
 @pytest.mark.slow

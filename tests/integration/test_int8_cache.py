@@ -23,7 +23,7 @@ EITHER = pytest.mark.parametrize("family", [LLAMA, GPT2], ids=str)
 
 def build(family: Family, **options: Any) -> Any:
     """One layer is a mixture of exact and linear heads, the last one exact in all of them."""
-    chosen = {"cache_dtype": "int8", "exact_heads": [1], "store_size": 2, "window_size": 4, "sink_tokens": 2, **options}
+    chosen = {"cache_dtype": "int8", "exact_heads": [1], "window_size": 4, "sink_tokens": 2, **options}
     plan = {
         "default": {"attention": "window", "mix_init": 0.0, **chosen},
         "-1": {"attention": "softmax", "cache_dtype": "int8"},
@@ -74,7 +74,7 @@ def test_generation_in_pieces_with_an_assistant_and_with_padding(family: Family)
 
 @EITHER
 def test_decoding_is_the_prompt_up_to_the_rounding(family: Family) -> None:
-    model, exact, ids = build(family, store_size=0), build(family, store_size=0, cache_dtype="auto"), token_ids(2, 60)
+    model, exact, ids = build(family), build(family, cache_dtype="auto"), token_ids(2, 60)
     exact.load_state_dict(model.state_dict())
     assert torch.equal(logits(model, ids), logits(exact, ids))
     cache, steps = fill(model, ids[:, :20]), []
@@ -196,7 +196,7 @@ def test_a_quantized_cache_of_transformers_rounds_the_layers_that_are_exact_as_a
 @pytest.mark.parametrize("backend", ["auto", *long("torch")])
 def test_compiled_steps(backend: str) -> None:
     torch.compiler.reset()
-    model, ids = build(LLAMA, store_size=0), token_ids(1, 30)
+    model, ids = build(LLAMA), token_ids(1, 30)
     expected, outputs = fill(model, ids[:, :20]), []
     cache = copy.deepcopy(expected)
     compiled = torch.compile(model, backend="aot_eager")

@@ -25,11 +25,9 @@ CASES = {
     "favor": ("favor+", {"num_features": 40}),  # its weights are copied: the kernels read whole vectors
     "window": ("window", {"window_size": 5, "sink_tokens": 2, "mix_init": 0.0}),
     "hedgehog outside": ("window", {"window_size": 5, "sink_tokens": 2, "feature_map": "hedgehog"}),
-    "store": ("window", {"window_size": 4, "sink_tokens": 1, "store_size": 3, "mix_init": 0.0}),
     "mixture": ("window", {"window_size": 5, "sink_tokens": 2, "mix_init": 0.0}),
     "mixture of hedgehog": ("hedgehog", {}),
     "int8": ("window", {"window_size": 5, "sink_tokens": 2, "mix_init": 0.0, "cache_dtype": "int8"}),
-    "int8 store": ("window", {"window_size": 4, "store_size": 3, "mix_init": 0.0, "cache_dtype": "int8"}),
     "int8 mixture": ("window", {"window_size": 5, "mix_init": 0.0, "cache_dtype": "int8"}),
     "int8 mixture of hedgehog": ("hedgehog", {}),
 }

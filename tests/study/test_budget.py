@@ -15,7 +15,7 @@ from tests.tiny_models import tiny_model
 LAYERS, HEADS, WIDTH = 3, 4, 64
 
 
-@pytest.mark.parametrize("options", [{}, *slow({"store_size": 128}, {"cache_dtype": "int8"})], ids=str)
+@pytest.mark.parametrize("options", [{}, *slow({"cache_dtype": "int8"})], ids=str)
 @pytest.mark.parametrize(("percent", "length"), [(25, 8192), (37, 4096), (12, 9000), (150, 4000)])
 def test_a_choice_is_within_the_budget(percent: int, length: int, options: dict[str, Any]) -> None:
     model = tiny_model("gpt2", num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=WIDTH)

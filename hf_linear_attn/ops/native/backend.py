@@ -14,7 +14,7 @@ from ..kernel_inputs import unsupported_inputs
 from . import binding
 from .binding import Numbers, Tensors, differentiable, empty, output
 from .build import BuildError, library
-from .windowed import is_kernel_step, run_windowed
+from .windowed import run_windowed
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,6 @@ class NativeBackend:
         if forward_ad._current_level >= 0:
             return "forward-mode differentiation needs torch operations"
         if isinstance(call, WindowedCall):
-            if call.store and (call.state is None or not is_kernel_step(call, call.state)):
-                return "a store of keys is fused in steps of one token only, of whole vectors and the state's dtype"
             if call.fused is not None and call.fused[1].scaled:
                 return "windows over keys with a log scale are not fused"
             if not isinstance(call.log_mix, Tensor) and not _mix_matches(call.log_mix, call.query):

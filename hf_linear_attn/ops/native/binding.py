@@ -63,9 +63,9 @@ _TENSOR_FIELDS = (
     *("mask", "kv", "k_sum", "log_scale", "next_kv", "next_k_sum", "next_log_scale", "normaliser", "top"),
     *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
     *("ring_key", "ring_value", "ring_mask", "next_ring_key", "next_ring_value", "next_ring_mask"),
-    *("store_key", "store_value", "store_error", "head_index"),
+    "head_index",
 )
-_LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "store", "ring_capacity")
+_LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "ring_capacity")
 _SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided", "int8_rows")
 
 
@@ -172,7 +172,6 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> Ar
         length=length,
         keys=keys,
         sinks=0 if sink_key is None else sink_key.shape[2],
-        store=outputs["store_key"].shape[2] if "store_key" in outputs else 0,
         size=size,
         value_size=value_size,
         dtype=DTYPE_NUMBERS[inputs["value"].dtype],

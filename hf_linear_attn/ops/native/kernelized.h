@@ -37,13 +37,10 @@ struct Call {
   const uint8_t* ring_mask;                                                            // [B, w]
   void *next_ring_key, *next_ring_value;
   uint8_t* next_ring_mask;
-  void *store_key, *store_value;                                                       // [B, G, n, d | e]
-  float* store_error;                                                                  // [B, G, n], -1: empty
   const int64_t* head_index;                                                           // [G], see below
   Map query_map, key_map;
   int64_t mask_batch, batch, heads, groups, length, keys;
-  int64_t offset, sinks, store;                                                        // the key that row 0 is; s; n
-  int64_t ring_capacity;                                                               // see below
+  int64_t offset, sinks, ring_capacity;                                                // the key that row 0 is; s; see below
   int32_t size, value_size, dtype, threads;                                            // d, e, ...
   int32_t window, two_sided, int8_rows;                                                // w; whether also distances > -w; below
   float scaling, mix_bound, saturation;                                                // tau, ..., N
@@ -53,8 +50,8 @@ struct Call {
   // Sinks are exact for every row: those at `sink_position`, counted in rows. Two-sided: the first s tokens and the last s,
   // whose own rows are exact, too. One token: the first ones of each row, contiguous; the new one is added to them while
   // there are fewer. Its state and ring may lie where the next ones do.
-  // With `int8_rows` a step's ring, sinks, store and exact heads are rows of bytes (`Int8`).
-  // A store is read and written. A ring has memory for `ring_capacity` tokens, so that the next one can begin a token further.
+  // With `int8_rows` a step's ring, sinks and exact heads are rows of bytes (`Int8`).
+  // A ring has memory for `ring_capacity` tokens, so that the next one can begin a token further.
   // Key-value head g of a step reads and writes head `head_index[g]` of query, key, value and out. Exact heads have their
   // keys and values in the memory of a ring of `ring_capacity` tokens, and `keys` of them with the new one.
 

@@ -120,8 +120,8 @@ static int dispatch_causal(const Call& c) {
 }
 
 // One token of windowed attention: the oldest key of the ring moves into S and z unless it is a sink, the new key is
-// appended to the ring, and the row sees the new ring, the sinks before it and the store exactly (see ops/windowed.py). A
-// token that the mask drops has an output of zeros, and leaves everything as it is.
+// appended to the ring, and the row sees the new ring and the sinks before it exactly (see ops/windowed.py). A token that
+// the mask drops has an output of zeros, and leaves everything as it is.
 
 // Stored tokens [count, size] of type S.
 template <typename S>
@@ -152,34 +152,6 @@ static S* add_sink(const Strided& sinks, long b, long g, long count, long max_co
   return rows;
 }
 
-// The key of the oldest token enters the store of a head in place of the one of least error, if its own is larger (see
-// ops/store.py). next_kv and next_k_sum contain the key; phi_k are its features, value its value in float32.
-template <typename S>
-static void update_store(const Call& c, long stream, const float* phi_k, const float* value, const S* key, const S* own,
-                         float* recalled) {
-  const int d = stored_size<S>(c.size), e = stored_size<S>(c.value_size);
-  const float normaliser = std::max(step_row(c, stream, 1.0f, phi_k, phi_k, value, false, recalled), FLOOR);
-  float squares = 0.0f, size = 0.0f;
-  for (int j = 0; j < c.value_size; ++j) {
-    squares += (recalled[j] / normaliser - value[j]) * (recalled[j] / normaliser - value[j]);
-    size += value[j] * value[j];
-  }
-  const float error = std::sqrt(squares) <= 1e-5f * std::sqrt(size) ? 0.0f : std::sqrt(squares);  // ROUNDING
-  float *errors = c.store_error + stream * c.store, least = error;
-  long leaves = c.store;
-  for (long j = c.store - 1; j >= 0; --j)
-    if (errors[j] < least) least = errors[leaves = j];
-  if (leaves == c.store) return;
-  const long later = c.store - 1 - leaves, last = c.store - 1;
-  S *keys = static_cast<S*>(c.store_key) + stream * c.store * d, *values = static_cast<S*>(c.store_value) + stream * c.store * e;
-  memmove(errors + leaves, errors + leaves + 1, later * sizeof(float));
-  memmove(keys + leaves * d, keys + (leaves + 1) * d, later * d * sizeof(S));
-  memmove(values + leaves * e, values + (leaves + 1) * e, later * e * sizeof(S));
-  errors[last] = error;
-  memcpy(keys + last * d, key, d * sizeof(S));
-  memcpy(values + last * e, own, e * sizeof(S));
-}
-
 // Replaces n logits by their exponentials relative to the largest one, which it returns (a NaN stays), and adds these up.
 static float exponentials_of(float* weights, long n, float* total) {
   float top = -INFINITY;
@@ -198,8 +170,7 @@ static float exponentials_of(float* weights, long n, float* total) {
 // The log mixing weight of head h, for its query x.
 static float log_mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
   const float base = static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
-  const int64_t outside = c.count[b] + 1 - c.window - c.sinks - c.store;
-  if (c.store && outside <= 0) return -INFINITY;  // what S holds is exact, and its estimates would not cancel exactly
+  const int64_t outside = c.count[b] + 1 - c.window - c.sinks;
   const float bound = c.saturation > 0 && outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
   return base + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound;
 }
@@ -215,11 +186,9 @@ template <typename T, typename S>
 static int windowed_step(const Call& c) {
   const int x_row = c.x_row(), e = c.value_size, e_row = c.e_row(), w = c.window, repeats = (int)c.repeats();
   const int key_size = stored_size<S>(c.size), value_size = stored_size<S>(e);
-  const long row = (w + c.sinks + c.store + LANES - 1) / LANES * LANES;
+  const long row = (w + c.sinks + LANES - 1) / LANES * LANES;
   return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
-    FeatureBlock keys(c.key_map, workspace, 1), queries(c.query_map, workspace, repeats),
-        stored(c.key_map, workspace, (int)c.store);
-    float *stored_value = workspace.take((size_t)c.store * e_row), *recalled = workspace.take(c.store ? e_row : 0);
+    FeatureBlock keys(c.key_map, workspace, 1), queries(c.query_map, workspace, repeats);
     float *value = workspace.take(e_row), *out = workspace.take((size_t)repeats * e_row);
     float *key_buffer = workspace.take((size_t)w * x_row), *value_buffer = workspace.take((size_t)w * e_row),
           *sink_key_buffer = workspace.take((size_t)c.sinks * x_row),
@@ -252,12 +221,8 @@ static int windowed_step(const Call& c) {
       const long oldest = c.count[b] - w;  // position of the token that leaves the ring
       const uint8_t is_far = valid[0] && oldest >= c.sinks;
       const bool is_short = oldest < c.sinks;  // no key is far, nor was one before
-      const int n = is_short ? 0 : (int)c.store;
       const int sinks = (int)std::max(0l, std::min<long>(oldest + 1, c.sinks));  // outside of the ring
-      // Before the ring moves, which may be in place.
-      const std::vector<S> oldest_key(ring_key, ring_key + (n ? key_size : 0)),
-          oldest_value(ring_value, ring_value + (n ? value_size : 0));
-      if (!is_short) {
+      if (!is_short) {  // before the ring moves, which may be in place
         keys.read<S>(stored_rows(ring_key, c.size), 0, g, 0, 1, &is_far);
         read_rows<S>(stored_rows(ring_value, e), 0, 0, 0, 1, e, &is_far, value, e_row);
       }
@@ -272,7 +237,7 @@ static int windowed_step(const Call& c) {
         read_rows<S>(stored_rows(sink_values, e), 0, 0, 0, sinks, e, nullptr, sink_value_buffer, e_row);
       }
       const int from = (int)(std::find(next_valid, next_valid + w - 1, 1) - next_valid);  // padding comes first in a ring
-      const int near = w - from, others = near + sinks, all = others + n;
+      const int near = w - from, all = near + sinks;
       const bool contiguous_float32 = std::is_same<S, float>::value && c.size == x_row && e == e_row &&
                                       std::find(next_valid + from, next_valid + w - 1, 0) == next_valid + w - 1;
       const float *near_key = key_buffer, *near_value = value_buffer;
@@ -303,23 +268,9 @@ static int windowed_step(const Call& c) {
         normaliser[r] = step_row(c, stream, 1.0f, keys.features, query.features, value, r == 0, own);
       }
       if (is_short) keep_state();
-      const float* errors = c.store_error + stream * n;
-      if (n) {
-        if (is_far) update_store<S>(c, stream, keys.features, value, oldest_key.data(), oldest_value.data(), recalled);
-        FeatureBlock part = stored;
-        const S *keys = static_cast<S*>(c.store_key) + stream * n * key_size,
-                *values = static_cast<S*>(c.store_value) + stream * n * value_size;
-        for (int j = 0; j < n; j += BLOCK, part.x += BLOCK * part.x_row, part.features += BLOCK * part.row)
-          part.read<S>(stored_rows(keys, c.size), 0, g, j, (int)std::min<long>(BLOCK, n - j), nullptr);
-        read_rows<S>(stored_rows(values, e), 0, 0, 0, n, e, nullptr, stored_value, e_row);
-      }
-
       for (int j = 0; j < all; ++j) {
-        const float* key = j < near     ? near_key + (size_t)j * x_row
-                           : j < others ? sink_key_buffer + (size_t)(j - near) * x_row
-                                        : stored.x + (size_t)(j - others) * x_row;
-        const bool is_token = j >= others ? errors[j - others] >= 0.0f : j >= near - 1 || next_valid[from + j];
-        if (is_token)
+        const float* key = j < near ? near_key + (size_t)j * x_row : sink_key_buffer + (size_t)(j - near) * x_row;
+        if (j >= near - 1 || next_valid[from + j])
           dots(repeats, queries.x, x_row, key, x_row, c.scaling, weights + j, row);
         else
           for (int r = 0; r < repeats; ++r) weights[r * row + j] = -INFINITY;
@@ -333,16 +284,9 @@ static int windowed_step(const Call& c) {
           scale_all(out + (size_t)r * e_row, e_row, factor);
         }
         normaliser[r] = normaliser[r] * factor + total;
-        for (int j = 0; j < n; ++j)
-          if (errors[j] >= 0.0f) {  // S has its estimate, which does not count
-            const float estimate = factor * dot(query.features, stored.features + (size_t)j * stored.row, stored.row);
-            own[others + j] -= estimate;
-            normaliser[r] -= estimate;
-          }
       }
       multiply_floats(repeats, e_row, near, weights, row, 1, near_value, e_row, out, e_row, true);
       if (sinks) multiply_floats(repeats, e_row, sinks, weights + near, row, 1, sink_value_buffer, e_row, out, e_row, true);
-      if (n) multiply_floats(repeats, e_row, n, weights + others, row, 1, stored_value, e_row, out, e_row, true);
       for (int r = 0; r < repeats; ++r)
         divide_rows<T>(c, out_rows, b, first + r, 0, 1, out + (size_t)r * e_row, normaliser + r);
     }

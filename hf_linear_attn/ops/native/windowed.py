@@ -13,8 +13,8 @@ from .binding import Numbers, Tensors, differentiable, empty, output
 
 #: The entries of the state that a decoding step replaces.
 _STATE = ("kv", "k_sum", "ring_key", "ring_value", "ring_mask", "count")
-#: The entries that it writes into.
-_WRITTEN = {"sinks": ("sink_key", "sink_value"), "store": ("store_key", "store_value", "store_error")}
+#: The entries that it writes into, where there are sinks.
+_SINKS = ("sink_key", "sink_value")
 
 
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
@@ -88,9 +88,7 @@ def _step(call: WindowedCall, state: State, learned: Tensors, numbers: Numbers) 
         inputs["mask"] = call.mask
     outputs = {"out": output(inputs)}
     before = {name: state[name].contiguous() for name in _STATE}
-    tokens = {
-        name: state[name].contiguous() for kind, names in _WRITTEN.items() if getattr(call, kind) for name in names
-    }
+    sinks = {name: state[name].contiguous() for name in _SINKS} if call.sinks else {}
     if isinstance(state, InPlaceState):
         after = before
         outputs |= before
@@ -98,10 +96,10 @@ def _step(call: WindowedCall, state: State, learned: Tensors, numbers: Numbers) 
         after = {name: torch.empty_like(tensor) for name, tensor in before.items()}
         inputs |= before
         outputs |= {f"next_{name}": tensor for name, tensor in after.items()}
-        tokens = {name: tensor.clone() for name, tensor in tokens.items()}
-    filled = binding.run("windowed_step", inputs, {**outputs, **tokens}, numbers)
+        sinks = {name: tensor.clone() for name, tensor in sinks.items()}
+    filled = binding.run("windowed_step", inputs, {**outputs, **sinks}, numbers)
     if filled is None or not isinstance(state, InPlaceState):
-        return outputs["out"], {**after, **tokens}
-    state.update(after, **tokens)
+        return outputs["out"], {**after, **sinks}
+    state.update(after, **sinks)
     state.launch = binding.Launch("windowed_step", filled, learned)
     return outputs["out"], state

@@ -153,7 +153,7 @@ def step(call: WindowedCall) -> tuple[Tensor, State] | None:
     """Compute one token after a state, `[B, H, 1, e]`, and the state after it. None where the state has other shapes,
     and where the sizes or the weights of the maps do not fit.
 
-    The call has no store, no int8 cache, no gradient, and a map of keys without a log scale.
+    The call has no int8 cache, no gradient, and a map of keys without a log scale.
     """
     assert call.fused is not None
     assert call.state is not None
