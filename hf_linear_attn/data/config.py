@@ -12,6 +12,10 @@ BUDGETS = (
 )
 
 
+#: As `dataset`: the documentation that comes with Python, one document per module.
+PYTHON_DOCUMENTATION = "python-documentation"
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Which data a command reads, and how it is truncated."""
@@ -20,8 +24,8 @@ class DataConfig:
     folder: str | None = option(None, "folder with the task's files (default: the Hub's)", common=True)
     dataset: str | None = option(
         None,
-        "own data: a csv, tsv, json, jsonl, parquet or text file, a folder of them by split or of save_to_disk, or a "
-        "Hub data set",
+        "own data: a csv, tsv, json, jsonl, parquet or text file, a folder of them by split or of save_to_disk, a "
+        f"Hub data set, or {PYTHON_DOCUMENTATION}",
         common=True,
     )
     dataset_config: str | None = option(None, "configuration of a data set of the Hub")

@@ -79,8 +79,8 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
 
     The rows are those of `packed_rows`: the documents are joined in order, each followed by the end-of-sequence token
     if the tokenizer has one, and split into blocks that begin with what the tokenizer puts before a text. The remainder
-    that fills no block is counted in `dropped`. Empty rows add nothing, not even the end token. Raises as
-    `encode_pairs`, and where there are fewer tokens than one block.
+    that fills no block is counted in `dropped`; too little text for one block is a shorter one. Empty rows add nothing,
+    not even the end token. Raises as `encode_pairs`, and where there is nothing to predict.
     """
     datasets = import_datasets()
     check_argument("block_length", block_length, int, least=2)
@@ -95,10 +95,10 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
     before = special_tokens(tokenizer, filter(None, dataset[text_column]))[0] if len(tokens) else []
     capacity = max(block_length - len(before), 1)
+    capacity = min(capacity, len(tokens))
+    if len(before) + capacity < 2:
+        raise ValueError(f"{len(tokens)} tokens leave nothing to predict. Give more text.")
     count = len(tokens) // capacity
-    if not count:
-        problem = f"{len(tokens)} tokens do not fill one block of {block_length}"
-        raise ValueError(f"{problem}. Give more text, or lower --data.max_length.")
     blocks = tokens[: count * capacity].reshape(count, capacity)
     dropped = len(tokens) - blocks.size
     blocks = np.hstack([np.tile(np.array(before, dtype=np.int32), (count, 1)), blocks])

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
 
 from ..utils.options import OptionError
-from .config import DataConfig
+from .config import PYTHON_DOCUMENTATION, DataConfig
 from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, row_lengths
 from .files import (
     FORMATS,
@@ -38,7 +38,7 @@ from .tasks import (
     load_task,
     perplexity,
 )
-from .text import MIN_DOCUMENTS, Text, hold_out, load_text, rows_text
+from .text import MIN_DOCUMENTS, Text, hold_out, load_text, rows_text, standard_library_documents
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -77,6 +77,7 @@ class TaskData:
     facts: dict[str, int] = field(default_factory=dict)  # numbers of rows and tokens
     longest: int = 0  # tokens of the longest row
     rows: str = "one row for each example"  # how rows were made
+    source: str = ""  # what reports call the data (see `source_name`)
 
     def checksum(self) -> int:
         """Return a checksum of all encoded rows, which tells data apart that have as many rows and tokens."""
@@ -184,11 +185,28 @@ class MaskingCollator(DataCollatorForLanguageModeling):
         raise ValueError("A batch of special tokens has nothing to mask. Check the text or raise data.mlm_probability.")
 
 
-def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
-    """Load and encode the data of a task.
+def load_task_data(
+    task_type: str, tokenizer: Any, data: DataConfig, seed: int, *, documents: Sequence[str] | None = None
+) -> TaskData:
+    """Turn what a person brings into rows of tokens to train on and rows that are held out, the same for every verb.
 
-    `data.max_length` must be given. The seed is that of the training rows that are drawn. A tokenizer without a padding
-    token gets one for classification.
+        rows = load_task_data("causal-lm", tokenizer, DataConfig(dataset="mine.txt", max_length=512), seed=0)
+        rows.train[0]["input_ids"]
+        for name, held_out in rows.validation.items():
+            batch = rows.collator([held_out[0], held_out[1]])
+
+    What rows are depends on the task type alone: of a `causal-lm` blocks of `data.max_length` tokens of joined
+    documents, each beginning with what the tokenizer puts before a text (see `encode_blocks`); of a `masked-lm` or an
+    `embedding` passages of single documents; of a `classification` one row an example, with `labels`. Held out are the
+    validation splits of the data, or else a share of the training rows (see `hold_out`), which depends neither on a
+    seed nor on the task type.
+
+    Args:
+        task_type: A key of `AUTO_CLASSES`.
+        tokenizer: That of the model. It gets a padding token if it has none.
+        data: Which data, and how much of it. `data.max_length` must be given.
+        seed: That of the training rows that are drawn where `data.max_train_samples` limits them.
+        documents: Texts in memory, in place of `data.dataset`.
 
     Raises:
         ValueError, OSError: Data that is missing, unreadable, or does not fit the task type.
@@ -197,13 +215,19 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
     datasets = import_datasets()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    if data.task is None and data.dataset is None:
+    if data.task is None and data.dataset is None and documents is None:
         raise ValueError("There is no data: give data.task (a known task) or data.dataset (your own data).")
+    if documents is not None and (data.task is not None or data.dataset is not None):
+        raise ValueError(f"There are two kinds of data: documents, and {data.task or data.dataset!r}. Give only one.")
     if data.max_length is None:
         raise OptionError("data.max_length", "is missing: give the longest row in tokens.")
+    if tokenizer.pad_token is None and task_type != "causal-lm":
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if task_type == "classification":
+        if documents is not None:
+            raise ValueError("Documents have no labels, which classification needs: give data.task or data.dataset.")
         return _classification(tokenizer, data, data.max_length, seed)
-    return _language_model(task_type, tokenizer, data, data.max_length, seed)
+    return _language_model(task_type, tokenizer, data, data.max_length, seed, documents)
 
 
 def _classification(tokenizer: Any, data: DataConfig, max_length: int, seed: int) -> TaskData:
@@ -212,8 +236,6 @@ def _classification(tokenizer: Any, data: DataConfig, max_length: int, seed: int
     # An unknown name, or a metric for other labels, is an error now, and not after the first pass over the data.
     answers = [0.5, 1.5] if task.labels is None else range(len(task.labels))
     compute_metrics(names, answers, answers)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     task_data = TaskData(
         "classification",
         tokenizer,
@@ -221,12 +243,15 @@ def _classification(tokenizer: Any, data: DataConfig, max_length: int, seed: int
         greater_is_better=higher_is_better(names[0]),
         metric_names=names,
         labels=task.labels,
+        source=source_name(data),
     )
     _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, task.columns, max_length))
     return task_data
 
 
-def _language_model(task_type: str, tokenizer: Any, data: DataConfig, length: int, seed: int) -> TaskData:
+def _language_model(
+    task_type: str, tokenizer: Any, data: DataConfig, length: int, seed: int, documents: Sequence[str] | None
+) -> TaskData:
     column, causal = document_column(data), task_type == "causal-lm"
     collator: Any = collate_blocks if causal else DataCollatorWithPadding(tokenizer)
     if task_type == "masked-lm":
@@ -235,16 +260,34 @@ def _language_model(task_type: str, tokenizer: Any, data: DataConfig, length: in
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
     task_data = TaskData(task_type, tokenizer, collator)
-    splits = load_splits(data, [column])
+    splits = load_splits(data, [column], documents)
+    task_data.source = source_name(data, documents)
     task_data.rows = rows_text(sum(map(len, splits.values())), length, causal=causal)
     encode = encode_blocks if causal else encode_passages
     _encode(task_data, splits, data, seed, lambda rows: encode(rows, tokenizer, column, length))
     return task_data
 
 
-def load_splits(data: DataConfig, columns: Sequence[str]) -> DatasetDict:
-    """Load a data set with the splits `train` and `validation`, which is held out of `train` where there is none."""
+def source_name(data: DataConfig, documents: Sequence[str] | None = None) -> str:
+    """Return what reports call the data; of a path the last part."""
+    if documents is not None:
+        return "the given documents"
     if data.dataset is None:
+        return f"task {data.task}"
+    if data.dataset == PYTHON_DOCUMENTATION:
+        version = ".".join(map(str, sys.version_info[:3]))
+        return f"docstrings of the standard library of Python {version}, one document per module"
+    return Path(data.dataset).name if Path(data.dataset).exists() else data.dataset
+
+
+def load_splits(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> DatasetDict:
+    """Load a data set with the splits `train` and `validation`, which is held out of `train` where there is none."""
+    datasets = import_datasets()
+    if data.dataset == PYTHON_DOCUMENTATION:
+        documents = standard_library_documents()
+    if documents is not None:
+        splits = datasets.DatasetDict(train=datasets.Dataset.from_dict({columns[0]: [*documents]}))
+    elif data.dataset is None:
         splits = load_task(str(data.task), folder=data.folder, revision=data.revision)
     else:
         hub = {"config": data.dataset_config, "revision": data.revision}
@@ -258,7 +301,7 @@ def load_splits(data: DataConfig, columns: Sequence[str]) -> DatasetDict:
     if any(name.startswith("validation") for name in splits):
         return splits
     if len(splits["train"]) < MIN_DOCUMENTS and len(columns) == 1:
-        datasets, parts = import_datasets(), hold_out(splits["train"][columns[0]][:], data.validation_size)
+        parts = hold_out(splits["train"][columns[0]][:], data.validation_size)
         rows = [datasets.Dataset.from_dict({columns[0]: part}) for part in parts]
         return datasets.DatasetDict(dict(zip(("train", "validation"), rows, strict=True)))
     return hold_out_validation(splits, data.validation_size)
@@ -277,7 +320,7 @@ def read_documents(data: DataConfig) -> Text:
 
     The same documents are held out as by `load_task_data`.
     """
-    column, path = document_column(data), data.dataset
+    column, path = document_column(data), None if data.dataset == PYTHON_DOCUMENTATION else data.dataset
     is_table = path is not None and file_suffix(Path(path)) in {*FORMATS} - {*TEXT_FORMATS}
     if path is None or (Path(path).is_file() and not is_table):
         if column != "text":

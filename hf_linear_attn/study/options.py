@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from ..config import DEFAULT_ATTENTION
-from ..data.config import BUDGETS, DataConfig, TimingConfig
+from ..data.config import BUDGETS, PYTHON_DOCUMENTATION, DataConfig, TimingConfig
 from ..data.files import Documents
 from ..utils.options import (
     OptionError,
@@ -31,9 +31,6 @@ QUICK_ATTENTIONS = ("favor+", "hedgehog", "window")
 
 #: Sequences at once where throughput is timed.
 THROUGHPUT_BATCH_SIZE = 8
-
-#: In place of a text file: the documentation that comes with Python.
-PYTHON_DOCUMENTATION = "python-documentation"
 
 
 @dataclass(frozen=True)

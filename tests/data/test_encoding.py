@@ -154,11 +154,19 @@ def test_blocks_of_chosen_rows():
 
 
 def test_blocks_that_cannot_be_made_are_errors():
-    short = datasets.Dataset.from_dict({"text": ["alpha"]})
-    with pytest.raises(ValueError, match="2 tokens do not fill one block of 8"):
-        encode_blocks(short, tokenizer(), "text", 8)
+    short, empty = (datasets.Dataset.from_dict({"text": [text]}) for text in ("alpha", " "))
+    with pytest.raises(ValueError, match="0 tokens leave nothing to predict"):
+        encode_blocks(empty, tokenizer(), "text", 8)
     with pytest.raises(ValueError, match="at least 2, got 1"):
         encode_blocks(short, tokenizer(), "text", 1)
+
+
+def test_too_little_text_for_a_block_is_a_shorter_one():
+    tok = tokenizer()
+    encoded = encode_blocks(datasets.Dataset.from_dict({"text": ["alpha beta"]}), tok, "text", 8)
+    (row,) = encoded.dataset["input_ids"][:]
+    assert tok.convert_ids_to_tokens(row) == ["[CLS]", "alpha", "beta", "[EOS]"]
+    assert (row, encoded.dropped) == (packed_rows(tok, ["alpha beta"], 8)[0], 0)
 
 
 def test_passages_lose_nothing():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -214,6 +216,42 @@ def test_numbers_in_a_text_column_of_a_csv_file_are_text(task_type, tmp_path):
     data = DataConfig(dataset=str(write(tmp_path, {"rows.csv": table}) / "rows.csv"), max_length=8)
     assert sorted((*read_documents(data).train, *read_documents(data).validation)) == sorted(numbers)
     assert load_task_data(task_type, tokenizer(), data, 0).longest > 2
+
+
+@pytest.mark.parametrize("task_type", ["causal-lm", "masked-lm", "embedding"])
+def test_a_text_gives_the_same_rows_wherever_it_comes_from(task_type, tmp_path):
+    """From a file of lines, a table, a saved data set and memory."""
+    texts = sample_text(60).splitlines()
+    table = "\n".join(json.dumps({"text": text}) for text in texts)
+    write(tmp_path, {"text.txt": "\n".join(texts), "table.jsonl": table})
+    Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
+    sources: list[dict[str, Any]] = [{"dataset": str(tmp_path / name)} for name in ("text.txt", "table.jsonl", "saved")]
+    loaded = [
+        load_task_data(task_type, tokenizer(), DataConfig(**source, documents="lines", max_length=12), seed=0)
+        for source in sources
+    ]
+    loaded.append(load_task_data(task_type, tokenizer(), DataConfig(max_length=12), seed=0, documents=texts))
+    assert [data.source for data in loaded] == ["text.txt", "table.jsonl", "saved", "the given documents"]
+    assert len({data.checksum() for data in loaded}) == 1
+    held_out = sorted(random.Random(0).sample(range(len(texts)), round(0.1 * len(texts))))
+    expected = Counter(tokenizer()(" ".join(texts[index] for index in held_out), add_special_tokens=False)["input_ids"])
+    rows = loaded[0].validation[""]["input_ids"][:]
+    tokens = Counter(token for row in rows for token in row if token not in tokenizer().all_special_ids)
+    assert tokens <= expected
+    assert tokens.total() > 0.7 * expected.total()  # what fills no row is left out
+
+
+def test_documentation_of_python_is_a_text():
+    data = load_task_data("embedding", tokenizer(), DataConfig(dataset="python-documentation", max_length=64), seed=0)
+    assert data.source.startswith("docstrings of the standard library")
+    assert len(data.train) > 1000
+
+
+def test_documents_are_data_of_their_own():
+    with pytest.raises(ValueError, match="two kinds of data: documents, and 'rte'"):
+        load_task_data("embedding", tokenizer(), DataConfig(task="rte", max_length=8), 0, documents=["alpha"])
+    with pytest.raises(ValueError, match="Documents have no labels"):
+        load_task_data("classification", tokenizer(), DataConfig(max_length=8), 0, documents=["alpha"])
 
 
 def test_all_validation_splits_are_held_out(tmp_path):
