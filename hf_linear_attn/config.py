@@ -34,6 +34,19 @@ CacheDtype = Literal["auto", "int8"]
 DEFAULT_ATTENTION = "window"
 
 
+def without_retired(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without those of `RETIRED_OPTIONS`; a ValueError where one of them was used."""
+    remaining = dict(options)
+    for option, unused in RETIRED_OPTIONS.get(str(name), {}).items():
+        value = remaining.pop(option, unused)
+        if value != unused:
+            raise ValueError(
+                f"{option}={value!r} for {name!r}: this option went after hf-linear-attn {RETIRED_AFTER}. Leave it "
+                "out, or load a checkpoint that uses it with that version."
+            )
+    return remaining
+
+
 @dataclass(frozen=True)
 class LayerConfig:
     """One layer's mechanism.
@@ -91,8 +104,9 @@ class LayerConfig:
         if isinstance(value, Mapping):
             if "attention" not in value:
                 raise ValueError(f"A layer's settings need the key 'attention', got {dict(value)!r}.")
-            options = {key: option for key, option in value.items() if key not in LAYER_KEYS}
-            return cls(value["attention"], {**value.get("options", {}), **options}, value.get("exact_heads", ()))
+            attention, options = value["attention"], {key: x for key, x in value.items() if key not in LAYER_KEYS}
+            options = without_retired(attention, {**value.get("options", {}), **options})
+            return cls(attention, options, value.get("exact_heads", ()))
         raise TypeError(
             f"A layer's attention must be a name or a dict like {{'attention': 'favor+', 'num_features': 256}}, "
             f"got {value!r} ({type(value).__name__})."
@@ -334,22 +348,7 @@ def _saved_layer(saved: Mapping[str, Any]) -> LayerConfig:
 
     Such options declare in their metadata which value computes as `before` they existed.
     """
-    if isinstance(saved, Mapping) and isinstance(saved.get("options"), Mapping):
-        saved = {**saved, "options": _without_retired(str(saved.get("attention")), saved["options"])}
     layer = LayerConfig.parse(saved)
     options = fields(ATTENTIONS.get(layer.attention).options)
     before = {option.name: option.metadata["before"] for option in options if "before" in option.metadata}
     return replace(layer, options={**before, **layer.options})
-
-
-def _without_retired(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved options without those of `RETIRED_OPTIONS`; a ValueError where one of them was used."""
-    remaining = dict(options)
-    for option, unused in RETIRED_OPTIONS.get(name, {}).items():
-        value = remaining.pop(option, unused)
-        if value != unused:
-            raise ValueError(
-                f"The settings have {option}={value!r} for {name!r}, an option that went after hf-linear-attn "
-                f"{RETIRED_AFTER}. Load the checkpoint with that version."
-            )
-    return remaining

@@ -653,5 +653,5 @@ def _warn_of_exact_inputs(run: TrainingRun, facts: dict[str, Any]) -> None:
     counts = facts["beyond_exact"]
     if counts and facts["learned_parameters"] and counts["longer"] < MIN_LONGER_SHARE * counts["inputs"]:
         share = "little" if counts["longer"] else "nothing"
-        remedy = "Give longer inputs, or narrow what is exact (options.window_size, store_size or block_size)."
+        remedy = "Give longer inputs, or narrow what is exact (options.window_size or block_size)."
         run.progress.log(f"{exactness(counts)} So these data train {share} of the mechanism. {remedy}")
