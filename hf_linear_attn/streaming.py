@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from .integration.cache_argument import cache_argument, output_cache
 from .integration.discovery import longest_input
 from .integration.packing import STATE_LOST, restarting_mixer
 from .integration.positions import first_position, position_limit
@@ -102,8 +103,8 @@ def read_stream(
         ids = torch.tensor([piece], device=model.device)
         position_ids = origin + torch.arange(first, first + len(piece), device=model.device)[None]
         options = {"position_ids": position_ids} if takes_positions else {}
-        output = model(ids, past_key_values=cache, use_cache=True, **options)
-        cache = getattr(output, "past_key_values", None)
+        output = model(ids, use_cache=True, **cache_argument(model, cache), **options)
+        cache = output_cache(output)
         if cache is None:
             raise ValueError(f"{name} keeps no state: a stream needs a decoder.")
         yield Piece(start, ids, output, cache)

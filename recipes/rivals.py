@@ -59,6 +59,7 @@ from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker
 from hf_linear_attn.data.text import packed_rows, text_rows
 from hf_linear_attn.demo import SMOLLM2, resolve_model
+from hf_linear_attn.integration.cache_argument import cache_argument
 from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
@@ -260,7 +261,7 @@ def read_context(model: PreTrainedModel, ids: Sequence[int], rivals: Sequence[st
         for layer in base.layers if rivals else ():
             hooks.enter_context(layer.self_attn.register_forward_hook(score, with_kwargs=True))
         start = time.perf_counter()
-        base(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        base(input_ids=torch.tensor([ids]), **cache_argument(base, cache), use_cache=True)
         seconds = time.perf_counter() - start - sum(scoring.values())
     return Context(cache, len(ids), seconds, cache_bytes(cache), scores, scoring)
 
@@ -287,7 +288,8 @@ class Reader:
             extra["position_ids"] = torch.arange(self.position, self.position + len(ids))[None]
         self.position += len(ids)
         ids_ = torch.tensor([list(ids)])
-        return self.model(input_ids=ids_, past_key_values=self.cache, use_cache=True, **extra).logits[0].float()
+        cache = cache_argument(self.model, self.cache)
+        return self.model(input_ids=ids_, **cache, use_cache=True, **extra).logits[0].float()
 
     def generate(self, ids: Sequence[int], count: int) -> Iterator[int]:
         """Read tokens, and yield `count` new ones, the likeliest at each step."""

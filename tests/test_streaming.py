@@ -8,6 +8,7 @@ import torch
 from transformers import RobertaForCausalLM
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.streaming import cache_bytes, read_stream, stream_losses
 from tests.architectures.models import architecture_model
@@ -120,7 +121,7 @@ def test_bytes_of_a_cache():
     ids = torch.tensor([stream(12)])
     model = patch_small(LLAMA.build(), "hedgehog", layers=[0])
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
+        cache = output_cache(model(ids, use_cache=True))
     keys = 2 * 4 * 2 * 12 * 8  # keys and values, bytes, groups, tokens, head size
     assert cache_bytes(cache) == cache.layers[0].nbytes() + keys
 
@@ -166,6 +167,6 @@ def test_a_mixer_that_begins_anew_is_read_by_single_tokens(attention):
     with pytest.raises(NotImplementedError, match=r"JambaMambaMixer\) goes on from its state by one token only"):
         read(model, tokens, chunk_length=5)
     if attention is not None:
-        cache = model(torch.tensor([tokens[:5]]), use_cache=True).past_key_values
+        cache = output_cache(model(torch.tensor([tokens[:5]]), use_cache=True))
         with pytest.raises(NotImplementedError, match="one token at a time"):
-            logits(model, torch.tensor([tokens[5:]]), past_key_values=cache)
+            logits(model, torch.tensor([tokens[5:]]), **cache_argument(model, cache))

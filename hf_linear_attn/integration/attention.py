@@ -291,7 +291,7 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             f"softmax attention back. Call unpatch_model(model) instead, or set it back to {IMPLEMENTATION!r}."
         )
     forward_context.take_cache_layer()  # An earlier call that raised may have left one.
-    # The argument is called past_key_values almost everywhere (layer_past in GPT-NeoX), and seldom passed by position.
+    # By its type: the argument has several names (layer_past in GPT-NeoX), and is seldom passed by position.
     cache = self_attention_cache((*kwargs.values(), *args))
     index: Any = getattr(module, "layer_idx", None)
     if cache is None or index is None:

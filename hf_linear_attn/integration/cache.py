@@ -30,6 +30,7 @@ from transformers.cache_utils import (
 
 from ..mechanisms.base import AttentionInputs
 from ..ops.common import InPlaceState, State, compute_dtype
+from .cache_argument import find_cache
 from .context import forward_context
 
 Replay = Callable[[AttentionInputs], State | None]
@@ -296,7 +297,7 @@ class LinearStateLayer(CacheLayerMixin):
 
 def self_attention_cache(values: Iterable[Any]) -> Cache | None:
     """Return the first cache among the arguments of a call; of an encoder-decoder's, that of its self-attention."""
-    cache = next((value for value in values if isinstance(value, Cache)), None)
+    cache = find_cache(values)
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 

@@ -210,7 +210,7 @@ class LinearAttentionModelMixin:
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        cache = self_attention_cache([model_kwargs.get("past_key_values")])
+        cache = self_attention_cache(model_kwargs.values())
         if cache is None:
             return prepared
         mask, seen = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
@@ -231,7 +231,7 @@ class LinearAttentionModelMixin:
             else:
                 state_layer(cache, int(module.layer_idx))  # type: ignore[arg-type]
         if generation_config.is_assistant:
-            model_kwargs["past_key_values"].activate_past_recording()
+            cache.activate_past_recording()
         return prepared
 
     def get_expanded_tied_weights_keys(self, *args: Any, **kwargs: Any) -> dict[str, str]:

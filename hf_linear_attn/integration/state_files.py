@@ -30,7 +30,7 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
 
     Args:
         model: The patched model that filled the cache.
-        cache: `past_key_values` as a forward pass or `generate(…, return_dict_in_generate=True)` returns it.
+        cache: The cache in the output of a forward pass, or of `generate(…, return_dict_in_generate=True)`.
         path: The file to write; a file that is there is replaced.
 
     Raises:
@@ -60,7 +60,7 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
         if isinstance(layer, LinearStateLayer) and (mask := layer.seen[1]) is not None:  # that of all layers
             tensors["mask"] = mask.detach().bool().contiguous()
     if not tokens:
-        raise ValueError("save_state: the cache has no tokens. Pass the past_key_values of a forward pass.")
+        raise ValueError("save_state: the cache has no tokens. Pass the cache of a forward pass.")
     metadata = {"format": FORMAT, "model": json.dumps(description), "tokens": json.dumps(tokens)}
     atomic_write(Path(path), save(tensors, metadata))
 
@@ -74,7 +74,8 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
         path: The file.
 
     Returns:
-        The cache, for `model(…, past_key_values=cache)`, or `generate` with all tokens, the saved ones included.
+        The cache, for a forward pass of the tokens after it, or for `generate` with all tokens, the saved ones
+        included. (The argument is `cache`; `past_key_values` before Transformers 5.24.)
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`.

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker, check_positions, documents_with_a_needle
 from ..data.text import pad_token, padded_batches
+from ..integration.cache_argument import cache_argument, output_cache
 from ..integration.packing import restarting_mixer
 from ..utils.models import evaluation_mode
 from ..utils.options import check_argument
@@ -212,7 +213,7 @@ def generate_answers(model: Any, prompts: Sequence[Prompt], batch_size: int, pad
             shared = min(group[0].shared for group in part)
             with torch.no_grad(), evaluation_mode(model):
                 ids = torch.tensor([group[0].ids[:shared] for group in part], device=model.device)
-                cache = model.base_model(ids, use_cache=True).past_key_values
+                cache = output_cache(model.base_model(ids, use_cache=True))
         answers = []
         for question in zip(*part, strict=True):
             ids = torch.tensor([prompt.ids for prompt in question], device=model.device)
@@ -234,7 +235,7 @@ def generate_greedily(model: Any, ids: Tensor, count: int, pad: int, *, cache: A
         cache: The cache after the first tokens of `ids`; None: all are read.
     """
     base = model.generation_config
-    options = {} if cache is None else {"past_key_values": cache}
+    options = {} if cache is None else cache_argument(model, cache)
     # An argument of `generate` would be completed by the model's own, such as a penalty on repetitions.
     model.generation_config = GenerationConfig(max_new_tokens=count, pad_token_id=pad, eos_token_id=base.eos_token_id)
     try:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedModel
 
 from ..integration.ablation import NO_ATTENTION_IMPLEMENTATION
+from ..integration.cache_argument import cache_argument
 from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
 from ..ops.backends import use_backend
@@ -145,7 +146,12 @@ def prefill_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], obj
     if model.config._attn_implementation == NO_ATTENTION_IMPLEMENTATION:
         return forward_pass(model)  # a model without attention has nothing to cache
     last = accepted(model, logits_to_keep=1)
-    return lambda inputs: model(**inputs, past_key_values=DynamicCache(config=model.config), use_cache=True, **last)
+
+    def read_prompt(inputs: Mapping[str, Tensor]) -> object:
+        cache = cache_argument(model, DynamicCache(config=model.config))
+        return model(**inputs, **cache, use_cache=True, **last)
+
+    return read_prompt
 
 
 def training_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
@@ -212,7 +218,7 @@ def fill_cache(model: PreTrainedModel, tokens: Sequence[int], length: int) -> Dy
         extra = position_inputs(model, ids.shape[1], start)
         if extra:
             extra["attention_mask"] = torch.ones(1, start + ids.shape[1], dtype=torch.long, device=model.device)
-        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
+        model.base_model(input_ids=ids, **cache_argument(model.base_model, cache), use_cache=True, **extra)
     return cache
 
 
@@ -243,7 +249,7 @@ def measure_decoding(
 
     def decode(model: PreTrainedModel, cache: DynamicCache, positions: Iterator[int]) -> None:
         extra = {name: row.expand(batch_size, -1) for name, row in position_inputs(model, 1, next(positions)).items()}
-        model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
+        model(input_ids=ids, **cache_argument(model, cache), use_cache=True, **extra)
 
     steps = {name: partial(decode, model, caches[name], count(length)) for name, model in models.items()}
     options: dict[str, Any] = {"repeat": False, "warmup": 3, "min_rounds": 8, "max_rounds": 40}

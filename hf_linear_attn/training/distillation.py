@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.task_data import IGNORED
+from ..integration.cache_argument import cache_argument, output_cache
 from ..integration.context import is_learned
 from ..integration.exact import exact_attention
 from ..integration.packing import check_exact_packing
@@ -420,15 +421,14 @@ class DistillationTrainer(FinetuningTrainer):
         """Read the first `carried_length` tokens; return the inputs of the others, with the state after them."""
         length, shape = self.args.carried_length, inputs["input_ids"].shape
         by_token = {name: value for name, value in inputs.items() if getattr(value, "shape", ())[:2] == shape}
-        cache = model(
-            **inputs | {name: value[:, :length] for name, value in by_token.items()}, use_cache=True
-        ).past_key_values
+        first = {name: value[:, :length] for name, value in by_token.items()}
+        cache = output_cache(model(**inputs | first, use_cache=True))
         if cache is None:
             raise ValueError("carried_length needs a cache, which gradient checkpointing excludes. Switch it off.")
         torch.clear_autocast_cache()  # Weights that were cast without a gradient would stay without one.
         by_token.pop("attention_mask", None)  # covers what is in the cache, too
         rest = {name: value[:, length:] for name, value in by_token.items()}
-        return {**inputs, **rest, "past_key_values": cache}
+        return {**inputs, **rest, **cache_argument(self.model, cache)}
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the batches of a step and the number of their targets: embeddings, or tokens that are not carried."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache, takes_cache
 from hf_linear_attn.integration.discovery import find_attention
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.integration.model_class import base_class
@@ -205,15 +206,15 @@ def causality(model: PreTrainedModel, inputs: Inputs) -> float:
 def _decode(model: PreTrainedModel, inputs: Inputs, prefix: Sequence[int]) -> float:
     """How far decoding with a cache, a prefix in parts and then token by token, differs from one pass."""
     _text_only(model, inputs)
-    if not accepts(model, "past_key_values"):
-        raise NotApplicableError("forward takes no past_key_values")
+    if not takes_cache(model):
+        raise NotApplicableError("forward takes no cache")
     full = per_token(model, {**inputs, "use_cache": False})
     ids, parts, past, start = inputs[main_ids(inputs)], [], None, 0
     for size in [*prefix, *[1] * (ids.shape[1] - sum(prefix))]:
-        step = {**inputs, main_ids(inputs): ids[:, start : start + size], "past_key_values": past, "use_cache": True}
+        step = {**inputs, main_ids(inputs): ids[:, start : start + size], "use_cache": True}
         with torch.no_grad():
-            out = forward(model, step)
-        past, start = getattr(out, "past_key_values", None), start + size
+            out = forward(model, {**step, **cache_argument(model, past)})
+        past, start = output_cache(out), start + size
         if past is None:
             raise NotApplicableError("the model makes no cache")
         parts.append(next(value for value in floating_tensors(out) if value.dim() >= 3))

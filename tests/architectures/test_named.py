@@ -7,6 +7,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.context import IMPLEMENTATION
 from hf_linear_attn.integration.discovery import attention_shape, find_attention
 from hf_linear_attn.integration.exact import observe_attention
@@ -174,7 +175,7 @@ def test_one_bidirectional_pass_may_make_a_cache_but_not_continue_it():
         first = language(tokens(), use_cache=True)
         torch.testing.assert_close(first[0], language(tokens(), use_cache=False)[0])
         with pytest.raises(NotImplementedError, match=r"Bidirectional attention has no state.*Pass use_cache=False"):
-            language(tokens(3), past_key_values=first.past_key_values)
+            language(tokens(3), **cache_argument(language, output_cache(first)))
 
 
 def test_refusals_at_run_time_name_the_layer():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
 from tests.comparing import logits, relative_error
@@ -136,7 +137,7 @@ def decoding(name: str, steps: int, warm: int = 200) -> list[Row]:
 
     def step(number: int) -> None:
         ids = torch.tensor([[2 + number % 50]])
-        cache[0] = model(ids, past_key_values=cache[0], use_cache=True).past_key_values
+        cache[0] = output_cache(model(ids, **cache_argument(model, cache[0]), use_cache=True))
 
     return growth(f"decoding with {name}", step, steps, warm)
 

@@ -7,6 +7,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.favor_plus import FavorPlusOptions
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.context import attention_modules
 from tests.comparing import logits
 from tests.inputs import token_ids
@@ -120,7 +121,7 @@ def test_a_stream_keeps_its_features():
     model, cache = patched(1).train(), None
     with torch.no_grad():
         for step in range(4):
-            cache = model(token_ids()[:, step : step + 1], past_key_values=cache, use_cache=True).past_key_values
+            cache = output_cache(model(token_ids()[:, step : step + 1], **cache_argument(model, cache), use_cache=True))
     assert int(maps(model)[0].passes) == 1
 
 

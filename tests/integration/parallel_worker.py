@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import output_cache
 from tests.comparing import GRADIENT_FACTOR, TOLERANCE
 from tests.small import SMALL_OPTIONS
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -159,7 +160,7 @@ def refusals() -> None:
             model(batch["input_ids"], position_ids=batch["position_ids"] + 1, use_cache=True)
         with pytest.raises(NotImplementedError, match="exact attention"), hla.exact_attention(model):
             model(batch["input_ids"], position_ids=batch["position_ids"] + 1)
-    assert model(batch["input_ids"]).past_key_values is not None
+    assert output_cache(model(batch["input_ids"])) is not None
 
 
 def tensor_parallel(name: str, folder: Path, **options: Any) -> None:

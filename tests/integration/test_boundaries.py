@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument
 from hf_linear_attn.integration.packing import MODEL_CONTEXT, find_documents
 from tests.architectures.models import architecture_model
 from tests.comparing import assert_close, logits
@@ -185,20 +186,22 @@ def test_unpatching_takes_the_hooks_off(family):
 def test_a_packed_prompt_cannot_be_continued(family, layers):
     model = patch_small(family.build(), "hedgehog", layers=layers)
     cache = DynamicCache()
-    assert_close(logits(model, **as_ids(packed()), past_key_values=cache, use_cache=True), unpacked_logits(model))
+    assert_close(
+        logits(model, **as_ids(packed()), **cache_argument(model, cache), use_cache=True), unpacked_logits(model)
+    )
     with pytest.raises(NotImplementedError, match="which document would be continued"):
-        logits(model, token_ids(1, 1), past_key_values=cache)
+        logits(model, token_ids(1, 1), **cache_argument(model, cache))
     cache.reset()
     if layers is None:  # Transformers keeps the size of the keys that a cache held
-        assert_close(logits(model, token_ids(), past_key_values=cache), logits(model, token_ids()))
+        assert_close(logits(model, token_ids(), **cache_argument(model, cache)), logits(model, token_ids()))
 
 
 @pytest.mark.slow
 def test_packed_documents_cannot_go_on_from_a_cache():
     model, cache = patched("hedgehog", LLAMA), DynamicCache()
-    logits(model, token_ids(1, 5), past_key_values=cache)
+    logits(model, token_ids(1, 5), **cache_argument(model, cache))
     with pytest.raises(NotImplementedError, match="cannot be combined with a cache that holds tokens"):
-        logits(model, **as_ids(packed()), past_key_values=cache)
+        logits(model, **as_ids(packed()), **cache_argument(model, cache))
 
 
 @pytest.mark.slow
@@ -209,7 +212,7 @@ def test_positions_that_wrap_go_on_from_a_cache():
     position_ids = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
     cache = DynamicCache()
     parts = [
-        logits(model, ids[:, part], position_ids=position_ids[:, part], past_key_values=cache)
+        logits(model, ids[:, part], position_ids=position_ids[:, part], **cache_argument(model, cache))
         for part in (slice(3), slice(3, 8))
     ]
     assert_close(torch.cat(parts, 1), logits(model, ids, position_ids=position_ids, attention_mask=mask))

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.cache import LinearStateLayer, state_layer
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.context import forward_context
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
@@ -145,7 +146,7 @@ def test_adopting_keeps_what_is_ours_and_refuses_foreign_tokens():
 
 def prompt_cache(model, ids):
     with torch.no_grad():
-        return model(ids, use_cache=True).past_key_values
+        return output_cache(model(ids, use_cache=True))
 
 
 @every_pair(DECODERS)
@@ -172,7 +173,7 @@ def test_one_prompt_two_continuations(name, family):
     cache = prompt_cache(model, prompt)
     for seed in (1, 2):
         tail = token_ids(1, 6, seed=seed)
-        out = logits(model, tail, past_key_values=copy.deepcopy(cache))
+        out = logits(model, tail, **cache_argument(model, copy.deepcopy(cache)))
         assert_close(out, logits(model, torch.cat([prompt, tail], dim=1))[:, 9:])
     assert cache.get_seq_length() == 9
 
@@ -183,13 +184,13 @@ def test_reordering_a_cache_of_a_model(name, family):
     full, cache = logits(model, ids), prompt_cache(model, ids[:, :9])
     order = torch.tensor([2, 0, 0])
     cache.reorder_cache(order)
-    assert_close(logits(model, ids[order][:, 9:], past_key_values=cache), full[order][:, 9:])
+    assert_close(logits(model, ids[order][:, 9:], **cache_argument(model, cache)), full[order][:, 9:])
     cache.batch_select_indices(torch.tensor([1]))
     cache.batch_repeat_interleave(2)
     assert cache.get_seq_length() == 15
     more = token_ids(2, 3, seed=4)
     whole = torch.cat([ids[:1].expand(2, -1), more], dim=1)
-    assert_close(logits(model, more, past_key_values=cache), logits(model, whole)[:, 15:])
+    assert_close(logits(model, more, **cache_argument(model, cache)), logits(model, whole)[:, 15:])
 
 
 @every_pair(DECODERS)
@@ -197,33 +198,33 @@ def test_taking_tokens_back_after_recording(name, family):
     model, ids = patched(name, family), token_ids(2, 18)
     cache = prompt_cache(model, ids[:, :8])
     cache.activate_past_recording()
-    logits(model, ids[:, 8:10], past_key_values=cache)
-    logits(model, token_ids(2, 5, seed=9), past_key_values=cache)
+    logits(model, ids[:, 8:10], **cache_argument(model, cache))
+    logits(model, token_ids(2, 5, seed=9), **cache_argument(model, cache))
     cache.crop(-6)
     assert cache.get_seq_length() == 9
-    assert_close(logits(model, ids[:, 9:], past_key_values=cache), logits(model, ids)[:, 9:])
+    assert_close(logits(model, ids[:, 9:], **cache_argument(model, cache)), logits(model, ids)[:, 9:])
 
 
 def test_a_reset_cache_starts_afresh():
     model, ids = patched("hedgehog", GPT2), token_ids(2, 9)
     cache = prompt_cache(model, token_ids(2, 5, seed=2))
     cache.reset()
-    assert_close(logits(model, ids, past_key_values=cache), logits(model, ids))
+    assert_close(logits(model, ids, **cache_argument(model, cache)), logits(model, ids))
 
 
 @pytest.mark.parametrize("family", DECODERS, ids=str)
 def test_caches_do_not_cross_between_patched_and_exact_models(family):
     model, exact = patched("hedgehog", family), family.build()
     with pytest.raises(RuntimeError, match=r"given to one without\. Start with a new cache"):
-        exact(token_ids(), past_key_values=prompt_cache(model, token_ids()))
+        exact(token_ids(), **cache_argument(exact, prompt_cache(model, token_ids())))
     with pytest.raises(ValueError, match="tokens of exact attention, which linear attention cannot continue"):
-        model(token_ids(), past_key_values=prompt_cache(exact, token_ids()))
+        model(token_ids(), **cache_argument(model, prompt_cache(exact, token_ids())))
     assert bool(torch.isfinite(logits(model, token_ids())).all())
 
 
 def test_an_empty_cache_of_the_caller_is_filled_with_states():
     model, cache = patched("hedgehog", LLAMA), DynamicCache()
-    logits(model, token_ids(), past_key_values=cache)
+    logits(model, token_ids(), **cache_argument(model, cache))
     assert all(isinstance(layer, LinearStateLayer) for layer in cache.layers)
     assert cache.get_seq_length() == 21
 
@@ -237,7 +238,7 @@ def test_states_of_threads_do_not_mix():
 
     def decode(ids):
         cache = prompt_cache(model, ids[:, :4])
-        return logits(model, ids[:, 4:], past_key_values=cache)
+        return logits(model, ids[:, 4:], **cache_argument(model, cache))
 
     with ThreadPoolExecutor(4) as pool:
         for out, whole in zip(pool.map(decode, batches), expected, strict=True):
@@ -247,7 +248,7 @@ def test_states_of_threads_do_not_mix():
 def test_an_error_in_the_middle_leaves_no_state_behind():
     model = patched("hedgehog", GPT2)
     with pytest.raises(ValueError, match="mask"):
-        model(token_ids(1, 4), attention_mask=torch.ones(1, 3), past_key_values=DynamicCache())
+        model(token_ids(1, 4), attention_mask=torch.ones(1, 3), **cache_argument(model, DynamicCache()))
     assert_close(logits(model, token_ids()), logits(patched_twin(model), token_ids()))
 
 
@@ -260,7 +261,7 @@ def test_taking_tokens_back_keeps_no_graph():
     model = patched("hedgehog", GPT2)
     cache = prompt_cache(model, token_ids(1, 4))
     cache.activate_past_recording()
-    logits(model, token_ids(1, 5), past_key_values=cache)
+    logits(model, token_ids(1, 5), **cache_argument(model, cache))
     cache.crop(-2)
     assert not any(tensor.requires_grad for layer in cache.layers for tensor in layer.state.values())
 
@@ -273,12 +274,12 @@ def test_a_step_without_gradients_leaves_the_graph_of_the_prompt_as_it_is(name):
         model.zero_grad()
         cache = DynamicCache(config=model.config)
         ids = token_ids(1, 12)
-        model(ids[:, :6], past_key_values=cache)
+        model(ids[:, :6], **cache_argument(model, cache))
         continued = copy.copy(cache.layers[0].state)
         if with_steps:
             with torch.no_grad():
                 for position in range(6, 9):
-                    model(ids[:, position : position + 1], past_key_values=cache)
+                    model(ids[:, position : position + 1], **cache_argument(model, cache))
         sum(entry.float().square().sum() for entry in continued.values() if entry.requires_grad).backward()
         return [entry.grad.clone() for entry in model.parameters() if entry.grad is not None]
 
@@ -298,9 +299,9 @@ def check_graph_of_a_step(name, continue_generation):
 
     def gradient(follow):
         cache = prompt_cache(model, ids[:, :6])
-        loss = model(ids[:, 6:7], past_key_values=cache).logits.square().sum()
+        loss = model(ids[:, 6:7], **cache_argument(model, cache)).logits.square().sum()
         with torch.no_grad():
-            follow(lambda first, last: model(ids[:, first:last], past_key_values=cache), cache)
+            follow(lambda first, last: model(ids[:, first:last], **cache_argument(model, cache)), cache)
         return torch.autograd.grad(loss, learned)[0]
 
     reference = gradient(lambda step, cache: None)
@@ -326,7 +327,7 @@ def test_a_model_in_another_precision_continues_from_the_state(name, before, aft
     cache = prompt_cache(model, ids[:, :6])
     model = getattr(model, after)()
     for position in range(6, 10):
-        actual = logits(model, ids[:, position : position + 1], past_key_values=cache)
+        actual = logits(model, ids[:, position : position + 1], **cache_argument(model, cache))
         assert_close(actual, logits(model, ids[:, : position + 1])[:, -1:], torch.bfloat16)
 
 
@@ -339,7 +340,7 @@ def test_a_state_of_inference_mode_goes_on_outside_of_it(name):
     for start, stop, mode in ((0, 4, "no"), (4, 6, "inference"), (6, 8, "no"), (8, 9, "inference"), (9, 11, "yes")):
         for position in (slice(start, stop),) if start == 0 else (slice(i, i + 1) for i in range(start, stop)):
             with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "yes"):
-                outputs.append(model(ids[:, position], past_key_values=cache).logits)
+                outputs.append(model(ids[:, position], **cache_argument(model, cache)).logits)
     outputs[-1].sum().backward()
     assert_close(torch.cat([part.detach() for part in outputs], dim=1), expected[:, :11])
 
@@ -349,7 +350,7 @@ def test_weights_are_refused_before_the_state_moves_on():
     ids = token_ids(1, 12)
     cache = prompt_cache(model, ids[:, :6])
     with pytest.raises(NotImplementedError, match="output_attentions"):
-        model(ids[:, 6:7], past_key_values=cache, output_attentions=True)
+        model(ids[:, 6:7], **cache_argument(model, cache), output_attentions=True)
     assert [layer.tokens for layer in cache.layers] == [6] * len(cache.layers)
 
 
@@ -363,7 +364,7 @@ def test_a_cache_that_another_model_continues(name):
     def begun():
         cache = prompt_cache(first, ids[:, :6])
         for position in range(6, 9):
-            logits(first, ids[:, position : position + 1], past_key_values=cache)
+            logits(first, ids[:, position : position + 1], **cache_argument(first, cache))
         return cache
 
     continued, converted = begun(), begun()
@@ -371,8 +372,8 @@ def test_a_cache_that_another_model_continues(name):
         layer.state = dict(layer.state)
     for position in range(9, 12):
         token = ids[:, position : position + 1]
-        actual = logits(second, token, past_key_values=continued)
-        assert torch.equal(actual, logits(second, token, past_key_values=converted))
+        actual = logits(second, token, **cache_argument(second, continued))
+        assert torch.equal(actual, logits(second, token, **cache_argument(second, converted)))
 
 
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
@@ -398,6 +399,6 @@ def test_a_cache_of_other_rows_is_refused(name, family):
     model = patched(name, family)
     cache = prompt_cache(model, token_ids(1, 6))
     with pytest.raises(ValueError, match=r"states of 1 rows, and the input has 3.*batch_repeat_interleave"):
-        model(token_ids(3, 1), past_key_values=cache)
+        model(token_ids(3, 1), **cache_argument(model, cache))
     cache.batch_repeat_interleave(3)
-    model(token_ids(3, 1), past_key_values=cache)
+    model(token_ids(3, 1), **cache_argument(model, cache))

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 from transformers import DynamicCache
 
+from hf_linear_attn.integration.cache_argument import cache_argument
 from tests.comparing import assert_close, logits
 from tests.slow_cases import long
 from tests.small import on_the_grid, patched
@@ -109,7 +110,9 @@ class CacheMachine(RuleBasedStateMachine):
         mask = torch.cat([self.mask, real], dim=1)
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, self.length :]
         attention_mask = None if bool(mask.all()) else mask.long()
-        return logits(self.model, new, past_key_values=cache, attention_mask=attention_mask, position_ids=positions)
+        return logits(
+            self.model, new, **cache_argument(self.model, cache), attention_mask=attention_mask, position_ids=positions
+        )
 
     def without_cache(self, rows: list[list[int]]) -> list[torch.Tensor]:
         """The logits of each row; those of one length are computed together."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
 from tests.tiny_models import LLAMA
@@ -30,8 +31,8 @@ def padded():
 
 @torch.no_grad()
 def in_pieces(model):
-    cache = model(token_ids()[:, :9], use_cache=True).past_key_values
-    return logits(model, token_ids()[:, 9:], past_key_values=cache)
+    cache = output_cache(model(token_ids()[:, :9], use_cache=True))
+    return logits(model, token_ids()[:, 9:], **cache_argument(model, cache))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

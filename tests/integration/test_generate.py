@@ -7,6 +7,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument
 from tests.cases import every_pair
 from tests.comparing import NEW, assert_close, generate, logits
 from tests.inputs import padded_batch, token_ids
@@ -105,9 +106,11 @@ def test_sampling_is_a_function_of_the_seed(family):
 def test_continuing_from_a_cache_with_several_tokens(family):
     model, ids = patched("hedgehog", family), token_ids(2, 15)
     cache = DynamicCache()
-    first = generate(model, ids[:, :10], past_key_values=cache, max_new_tokens=2)
+    first = generate(model, ids[:, :10], **cache_argument(model, cache), max_new_tokens=2)
     longer = torch.cat([first, ids[:, 10:]], dim=1)
-    assert torch.equal(generate(model, longer, past_key_values=cache), generate(model, longer, use_cache=False))
+    assert torch.equal(
+        generate(model, longer, **cache_argument(model, cache)), generate(model, longer, use_cache=False)
+    )
 
 
 @EITHER
@@ -115,13 +118,13 @@ def test_a_cache_of_the_whole_prompt_is_refused(family):
     """Transformers would read the prompt a second time."""
     model, ids = patched("hedgehog", family), token_ids(2, 9)
     cache = DynamicCache()
-    logits(model, ids, past_key_values=cache)
+    logits(model, ids, **cache_argument(model, cache))
     for length in (9, 4):
         with pytest.raises(ValueError, match=f"The cache holds 9 tokens, and the input has {length}: no token is left"):
-            generate(model, ids[:, :length], past_key_values=cache)
+            generate(model, ids[:, :length], **cache_argument(model, cache))
     cache = DynamicCache()
-    logits(model, ids[:, :-1], past_key_values=cache)
-    assert torch.equal(generate(model, ids, past_key_values=cache), generate(model, ids))
+    logits(model, ids[:, :-1], **cache_argument(model, cache))
+    assert torch.equal(generate(model, ids, **cache_argument(model, cache)), generate(model, ids))
 
 
 @EITHER
@@ -161,7 +164,7 @@ def test_a_static_cache_for_a_mixture(family):
     static = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generate(model, ids, **mask, **static), generate(model, ids, **mask))
     cache = StaticCache(model.config, max_cache_len=24)
-    assert_close(logits(model, token_ids(2, 7), past_key_values=cache), logits(model, token_ids(2, 7)))
+    assert_close(logits(model, token_ids(2, 7), **cache_argument(model, cache)), logits(model, token_ids(2, 7)))
     assert type(cache.layers[0]) is DynamicLayer
     assert cache.get_seq_length() == 7
 
@@ -170,10 +173,10 @@ def test_a_static_cache_for_a_mixture(family):
 def test_a_filled_static_cache_of_the_exact_model_is_refused(family):
     model = family.build().eval()
     cache = StaticCache(model.config, max_cache_len=24)
-    logits(model, token_ids(1, 7), past_key_values=cache)
+    logits(model, token_ids(1, 7), **cache_argument(model, cache))
     hla.patch_model(model, {"default": "hedgehog", "0": "softmax"})
     with pytest.raises(ValueError, match="has tokens of an exact model"):
-        logits(model, token_ids(1, 1), past_key_values=cache)
+        logits(model, token_ids(1, 1), **cache_argument(model, cache))
 
 
 def test_a_static_cache_with_layers_of_a_sliding_window():
@@ -183,7 +186,7 @@ def test_a_static_cache_with_layers_of_a_sliding_window():
     static = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generate(model, ids, **static), generate(model, ids, use_cache=False))
     short = StaticCache(model.config, max_cache_len=4)
-    steps = [logits(model, ids[:, start : start + 3], past_key_values=short) for start in (0, 3, 6)]
+    steps = [logits(model, ids[:, start : start + 3], **cache_argument(model, short)) for start in (0, 3, 6)]
     assert_close(torch.cat(steps, dim=1), logits(model, ids))
 
 

@@ -11,6 +11,7 @@ from peft import PeftModel, get_peft_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.mechanisms.base import AttentionInputs
 from tests.cases import every_pair
@@ -72,7 +73,7 @@ def test_decoding_equals_the_full_forward(family: Family, name: str) -> None:
     full, cache = logits(model, ids), DynamicCache(config=model.config)
     for start, stop in ((0, 6), (6, 7), (7, 8), (8, 15), (15, 19)):
         with torch.no_grad():
-            out = model(ids[:, start:stop], past_key_values=cache)
+            out = model(ids[:, start:stop], **cache_argument(model, cache))
         assert_close(out.logits, full[:, start:stop])
     layer: Any = cache.layers[0]
     assert layer.state["exact_key"].shape[1:3] == (1, 19)
@@ -99,11 +100,11 @@ def test_a_model_that_changes_its_precision_continues_from_its_cache(
     model, ids = patch_small(family.build(), "window", **exact), token_ids(2, 30)
     whole = logits(copy.deepcopy(model).double(), ids)
     cache = DynamicCache(config=model.config)
-    model.to(before)(ids[:, :20], past_key_values=cache)
+    model.to(before)(ids[:, :20], **cache_argument(model, cache))
     model.to(after)
     for tokens in (slice(20, 28), slice(28, 29), slice(29, 30)):
         coarse = min(before, after, key=lambda dtype: dtype.itemsize)
-        assert_close(logits(model, ids[:, tokens], past_key_values=cache), whole[:, tokens], coarse, factor=4)
+        assert_close(logits(model, ids[:, tokens], **cache_argument(model, cache)), whole[:, tokens], coarse, factor=4)
 
 
 @EACH_DECODER

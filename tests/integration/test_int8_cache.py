@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache, cache_utils
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.ops.native.backend import unavailable_reason
 from hf_linear_attn.streaming import cache_bytes, read_stream
 from tests.comparing import NEW, assert_close, generate, logits, relative_error
@@ -33,7 +34,7 @@ def build(family: Family, **options: Any) -> Any:
 
 @torch.no_grad()
 def fill(model: Any, ids: torch.Tensor) -> Any:
-    return model(ids, use_cache=True).past_key_values
+    return output_cache(model(ids, use_cache=True))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -79,7 +80,7 @@ def test_decoding_is_the_prompt_up_to_the_rounding(family: Family) -> None:
     assert torch.equal(logits(model, ids), logits(exact, ids))
     cache, steps = fill(model, ids[:, :20]), []
     for index in range(20, 60):
-        steps.append(logits(model, ids[:, index : index + 1], past_key_values=cache))
+        steps.append(logits(model, ids[:, index : index + 1], **cache_argument(model, cache)))
     error = relative_error(torch.cat(steps, dim=1), logits(exact, ids)[:, 20:])
     assert 1e-4 < error < 5e-2
     whole = cache.layers[1]
@@ -97,7 +98,7 @@ def test_exact_attention_alone_with_its_cache_in_int8(tmp_path: Any) -> None:
     assert "(growing)" in str(hla.patch_report(model))
     assert_close(logits(model, ids), expected)
     cache = fill(model, ids[:, :20])
-    steps = [logits(model, ids[:, index : index + 1], past_key_values=cache) for index in range(20, 40)]
+    steps = [logits(model, ids[:, index : index + 1], **cache_argument(model, cache)) for index in range(20, 40)]
     assert 1e-4 < relative_error(torch.cat(steps, dim=1), expected[:, 20:]) < 5e-2
     model.save_pretrained(tmp_path)
     loaded = hla.load_pretrained(tmp_path)
@@ -111,15 +112,15 @@ def test_exact_attention_alone_with_its_cache_in_int8(tmp_path: Any) -> None:
 def test_a_state_in_a_file_continues_bit_equally(dtype: torch.dtype, tmp_path: Any) -> None:
     model = build(LLAMA).to(dtype)
     cache = fill(model, token_ids(2, 19))
-    logits(model, token_ids(2, 1, seed=2), past_key_values=cache)
+    logits(model, token_ids(2, 1, seed=2), **cache_argument(model, cache))
     hla.save_state(model, cache, tmp_path / "state")
     again = copy.deepcopy(model)
     loaded = hla.load_state(again, tmp_path / "state")
     assert loaded.layers[0].state["exact_key"].dtype is loaded.layers[0].state["ring_key"].dtype is torch.int8
     for seed, length in enumerate((3, 1, 1, 12)):
         ids = token_ids(2, length, seed=10 + seed)
-        expected = logits(model, ids, past_key_values=cache)
-        assert torch.equal(logits(again, ids, past_key_values=loaded), expected)
+        expected = logits(model, ids, **cache_argument(model, cache))
+        assert torch.equal(logits(again, ids, **cache_argument(again, loaded)), expected)
     with pytest.raises(ValueError, match="another linear attention"):
         hla.load_state(build(LLAMA, cache_dtype="auto").to(dtype), tmp_path / "state")
 
@@ -148,7 +149,7 @@ def test_the_reported_bytes_are_those_of_the_cache(dtype: torch.dtype) -> None:
     assert cache_bytes(cache) == sum(mechanism.state_bytes(length) for mechanism in mechanisms)
     assert hla.patch_report(model).state_bytes == sum(mechanism.state_bytes(1024) for mechanism in mechanisms)
     for index in range(20):
-        logits(model, token_ids(1, 1, seed=index), past_key_values=cache)
+        logits(model, token_ids(1, 1, seed=index), **cache_argument(model, cache))
     tensors = [tensor for layer in cache.layers for tensor in layer.state.values()]
     stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert cache_bytes(cache) == sum(stored.values())
@@ -161,8 +162,8 @@ def test_other_caches() -> None:
     expected = generate(model, ids)
     assert torch.equal(generate(model, ids, cache_implementation="static"), expected)
     cache = StaticCache(model.config, max_cache_len=32)
-    assert torch.equal(generate(model, ids, past_key_values=cache), expected)
-    assert torch.equal(generate(model, ids, past_key_values=DynamicCache(config=model.config)), expected)
+    assert torch.equal(generate(model, ids, **cache_argument(model, cache)), expected)
+    assert torch.equal(generate(model, ids, **cache_argument(model, DynamicCache(config=model.config))), expected)
 
 
 @pytest.mark.slow
@@ -175,7 +176,7 @@ def test_a_quantized_cache_of_transformers_rounds_the_layers_that_are_exact_as_a
     expected = logits(model, ids)
     cache, start = QuantizedCache("fp8", model.config), 0
     for length in (20, 6, *[1] * 14):
-        new = logits(model, ids[:, start : start + length], past_key_values=cache)
+        new = logits(model, ids[:, start : start + length], **cache_argument(model, cache))
         assert relative_error(new, expected[:, start : start + length]) < 0.4  # float8 has three bits after the point
         start += length
     exact, linear = cache.layers
@@ -204,7 +205,10 @@ def test_compiled_steps(backend: str) -> None:
         for index in range(20, 24):
             part = ids[:, index : index + 1]
             outputs.append(
-                (logits(compiled, part, past_key_values=cache), logits(model, part, past_key_values=expected))
+                [
+                    logits(run, part, **cache_argument(model, past))
+                    for run, past in ((compiled, cache), (model, expected))
+                ]
             )
     for actual, other in outputs:
         assert_close(actual, other)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.mask import full_mask_to_bool, linear_attention_mask
 from hf_linear_attn.mechanisms import AttentionInputs
 from tests.cases import entries, serves
@@ -153,17 +154,17 @@ def test_a_mask_that_hides_tokens_of_the_cache_is_refused(tmp_path, padding, sav
     model, ids = patched("hedgehog", LLAMA), token_ids(2, 10)
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[0, :padding] = 0
-    cache = model(ids[:, :6], attention_mask=mask[:, :6]).past_key_values
-    model(ids[:, 6:7], attention_mask=mask[:, :7], past_key_values=cache)
+    cache = output_cache(model(ids[:, :6], attention_mask=mask[:, :6]))
+    model(ids[:, 6:7], attention_mask=mask[:, :7], **cache_argument(model, cache))
     if saved:
         hla.save_state(model, cache, tmp_path / "state.safetensors")
         cache = hla.load_state(model, tmp_path / "state.safetensors")
     cache.reorder_cache(torch.tensor([1, 0]))
-    model(ids[:, 7:8], attention_mask=mask.flip(0)[:, :8], past_key_values=cache)
+    model(ids[:, 7:8], attention_mask=mask.flip(0)[:, :8], **cache_argument(model, cache))
     wrong = mask.flip(0)
     wrong[1, 1:3] = 0
     with pytest.raises(ValueError, match=r"hides tokens of the cache.* from the first call on"):
-        model(ids[:, 8:9], attention_mask=wrong[:, :9], past_key_values=cache)
+        model(ids[:, 8:9], attention_mask=wrong[:, :9], **cache_argument(model, cache))
 
 
 @pytest.mark.slow
@@ -229,18 +230,18 @@ def test_a_mask_that_is_too_long_is_refused(family, extra, kind):
 @torch.no_grad()
 def test_a_mask_that_is_too_long_is_refused_after_a_cache(family):
     model, mask = patched("hedgehog", family, layers=[0]), torch.ones(2, LENGTH + 3, dtype=torch.long)
-    cache = model(token_ids(2, LENGTH), use_cache=True).past_key_values
+    cache = output_cache(model(token_ids(2, LENGTH), use_cache=True))
     with pytest.raises(
         ValueError, match=rf"all {LENGTH + 2} tokens seen so far \({LENGTH} in the cache and 2 new ones"
     ):
-        model(token_ids(2, 2), past_key_values=cache, attention_mask=mask)
+        model(token_ids(2, 2), **cache_argument(model, cache), attention_mask=mask)
 
 
 def test_output_attentions_with_a_filled_cache_are_refused():
     model = patched("hedgehog", GPT2)
-    cache = model(token_ids(2, 5), use_cache=True).past_key_values
+    cache = output_cache(model(token_ids(2, 5), use_cache=True))
     with pytest.raises(NotImplementedError, match=r"output_attentions needs all keys.*use_cache=False"):
-        model(token_ids(2, 2), past_key_values=cache, output_attentions=True)
+        model(token_ids(2, 2), **cache_argument(model, cache), output_attentions=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------

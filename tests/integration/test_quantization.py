@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BitsAndBytesConfig, TorchAoConfig
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from tests.cases import every_pair
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
@@ -70,8 +71,8 @@ def test_patched_then_quantized(name, family, kind):
     assert all(torch.equal(expected[name], left[name]) for name in expected)
     assert 0 < difference(quantized, model) < TOLERANCE
     if family.causal and kind == "WeightOnly":  # The others round each input by its largest number.
-        cache = quantized(token_ids()[:, :9], use_cache=True).past_key_values
-        continued = logits(quantized, token_ids()[:, 9:], past_key_values=cache)
+        cache = output_cache(quantized(token_ids()[:, :9], use_cache=True))
+        continued = logits(quantized, token_ids()[:, 9:], **cache_argument(quantized, cache))
         assert_close(continued, logits(quantized, token_ids())[:, 9:])
 
 

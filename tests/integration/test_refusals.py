@@ -10,6 +10,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.attention import UNSUPPORTED, linear_attention_forward
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.context import IMPLEMENTATION, attention_modules
 from hf_linear_attn.integration.discovery import HEAD_DIM, HEADS, AttentionLayer, attention_shape
 from hf_linear_attn.integration.exact import eager_function
@@ -114,10 +115,10 @@ def test_packed_documents_beside_another_sequence():
 @torch.no_grad()
 def test_a_full_mask_after_tokens_that_a_state_holds():
     model = patched("hedgehog", LLAMA)
-    cache = model(token_ids(), use_cache=True).past_key_values
+    cache = output_cache(model(token_ids(), use_cache=True))
     mask = torch.ones(2, 1, 1, 22, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match=r"4D attention mask cannot be used with a cache.*a 2D mask"):
-        model(token_ids(length=1), past_key_values=cache, attention_mask=mask)
+        model(token_ids(length=1), **cache_argument(model, cache), attention_mask=mask)
 
 
 def test_eager_attention_of_a_file_that_has_none():

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, StaticCache
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from tests.cases import every_pair
 from tests.comparing import logits
 from tests.inputs import padded_batch, token_ids
@@ -17,22 +18,23 @@ from tests.tiny_models import BERT, DECODERS, GPT2, LLAMA, tiny_model
 
 @torch.no_grad()
 def prompt_cache(model, ids, **kwargs):
-    return model(ids, use_cache=True, **kwargs).past_key_values
+    return output_cache(model(ids, use_cache=True, **kwargs))
 
 
 def assert_continues_equally(model, again, cache, loaded):
     assert loaded.get_seq_length() == cache.get_seq_length()
     for seed, length in enumerate((3, 1, 1, 12)):  # A piece of a prompt, steps, and a longer piece.
         ids = token_ids(2, length, seed=10 + seed)
-        expected = logits(model, ids, past_key_values=cache)
-        assert torch.equal(logits(again, ids, past_key_values=loaded), expected)
+        expected = logits(model, ids, **cache_argument(model, cache))
+        assert torch.equal(logits(again, ids, **cache_argument(again, loaded)), expected)
 
 
 @every_pair(DECODERS)
 def test_a_saved_state_continues_bit_equally(name, family, tmp_path):
     model = patched(name, family)
     cache = prompt_cache(model, token_ids(2, 19))
-    logits(model, token_ids(2, 1, seed=2), past_key_values=cache)  # A step may leave its state in another layout.
+    # A step may leave its state in another layout.
+    logits(model, token_ids(2, 1, seed=2), **cache_argument(model, cache))
     hla.save_state(model, cache, tmp_path / "state.safetensors")
     again = copy.deepcopy(model)
     loaded = hla.load_state(again, tmp_path / "state.safetensors")
@@ -78,7 +80,9 @@ def test_generation_from_a_file_and_rows_of_their_own(tmp_path):
     rows = torch.cat([prompt.expand(3, -1), token_ids(3, 4, seed=5)], dim=1)
     cache = hla.load_state(model, tmp_path / "prompt")
     cache.batch_repeat_interleave(3)
-    assert torch.equal(model.generate(rows, past_key_values=cache, **settings), model.generate(rows, **settings))
+    assert torch.equal(
+        model.generate(rows, **cache_argument(model, cache), **settings), model.generate(rows, **settings)
+    )
 
 
 def test_a_generated_cache_of_a_padded_batch(tmp_path):
@@ -87,14 +91,14 @@ def test_a_generated_cache_of_a_padded_batch(tmp_path):
     settings = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     out = model.generate(**inputs, **settings)
-    hla.save_state(model, out.past_key_values, tmp_path / "state")
+    hla.save_state(model, output_cache(out), tmp_path / "state")
     inputs = {
         "input_ids": torch.cat([out.sequences, token_ids(2, 2, seed=3)], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"], torch.ones(2, 5, dtype=torch.long)], dim=1),
     }
-    expected = model.generate(**inputs, past_key_values=out.past_key_values, **settings).sequences
+    expected = model.generate(**inputs, **cache_argument(model, output_cache(out)), **settings).sequences
     loaded = hla.load_state(model, tmp_path / "state")
-    assert torch.equal(model.generate(**inputs, past_key_values=loaded, **settings).sequences, expected)
+    assert torch.equal(model.generate(**inputs, **cache_argument(model, loaded), **settings).sequences, expected)
 
 
 @pytest.fixture
@@ -167,10 +171,8 @@ def test_a_static_cache_that_is_linear_throughout(tmp_path):
     out = model.generate(
         token_ids(2, 9), max_new_tokens=3, cache_implementation="static", return_dict_in_generate=True, do_sample=False
     )
-    hla.save_state(model, out.past_key_values, tmp_path / "state")
-    assert_continues_equally(
-        model, model, copy.deepcopy(out.past_key_values), hla.load_state(model, tmp_path / "state")
-    )
+    hla.save_state(model, output_cache(out), tmp_path / "state")
+    assert_continues_equally(model, model, copy.deepcopy(output_cache(out)), hla.load_state(model, tmp_path / "state"))
 
 
 def test_encoders_have_no_state(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from tests.comparing import assert_close
 from tests.inputs import token_ids
 from tests.tiny_models import tiny_model
@@ -59,10 +60,10 @@ def test_padding_takes_no_positions(architecture):
 @torch.no_grad()
 def test_tokens_of_a_cache_count(architecture):
     model = build(architecture)
-    cache = model(token_ids(2, 39), use_cache=True).past_key_values
-    model(token_ids(2, 1), past_key_values=cache)
+    cache = output_cache(model(token_ids(2, 39), use_cache=True))
+    model(token_ids(2, 1), **cache_argument(model, cache))
     with pytest.raises(ValueError, match=r"positions for 40 tokens, and the input has 41"):
-        model(token_ids(2, 1), past_key_values=cache)
+        model(token_ids(2, 1), **cache_argument(model, cache))
     with pytest.raises(ValueError, match=r"positions for 40 tokens, and the input has 41"):
         model.generate(token_ids(2, 35), max_new_tokens=8, min_new_tokens=8, do_sample=False)
 

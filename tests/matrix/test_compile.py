@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForMaskedLM, DynamicCache
 
+from hf_linear_attn.integration.cache_argument import cache_argument
 from tests.cases import every_pair
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
@@ -71,7 +72,7 @@ def test_a_graph_that_breaks_inside_of_the_attention_keeps_the_state(monkeypatch
     compiled, cache, outputs = torch.compile(model, backend="aot_eager"), DynamicCache(config=model.config), []
     with torch.no_grad():
         for part in ids.split([6, 1, 1, 1], dim=1):
-            outputs.append(compiled(part, past_key_values=cache).logits)
+            outputs.append(compiled(part, **cache_argument(compiled, cache)).logits)
     assert_close(torch.cat(outputs, 1), expected)
 
 

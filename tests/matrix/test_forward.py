@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.registry import ATTENTIONS
 from tests.cases import entries, every_pair, every_refused_pair, serves
 from tests.comparing import Snapshot, assert_close, logits, relative_error
@@ -122,8 +123,8 @@ def test_decoding_equals_the_full_forward_at_every_step(name, family):
     full, cache = logits(model, ids), None
     for step in range(ids.shape[1]):
         with torch.no_grad():
-            out = model(ids[:, step : step + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+            out = model(ids[:, step : step + 1], **cache_argument(model, cache), use_cache=True)
+        cache = output_cache(out)
         # Sines and cosines nearly cancel in some normalisers, which enlarges the rounding.
         assert_close(out.logits[:, 0], full[:, step], factor=2.0 if name == "favor" else 1.0)
     assert cache.get_seq_length() == ids.shape[1]
@@ -136,8 +137,8 @@ def test_split_and_resume(name, family, first):
     full = logits(model, ids)
     with torch.no_grad():
         head = model(ids[:, :first], use_cache=True)
-        middle = model(ids[:, first : first + 5], past_key_values=head.past_key_values)
-        tail = model(ids[:, first + 5 :], past_key_values=middle.past_key_values)
+        middle = model(ids[:, first : first + 5], **cache_argument(model, output_cache(head)))
+        tail = model(ids[:, first + 5 :], **cache_argument(model, output_cache(middle)))
     assert_close(torch.cat([head.logits, middle.logits, tail.logits], dim=1), full)
 
 
@@ -152,7 +153,7 @@ def test_decoding_a_left_padded_batch(name, family):
         for stop in range(13, 16):
             part = {name: batch[name][:, stop - 1 : stop] for name in ("input_ids", "position_ids")}
             mask = batch["attention_mask"][:, :stop]
-            out = model(**part, attention_mask=mask, past_key_values=out.past_key_values)
+            out = model(**part, attention_mask=mask, **cache_argument(model, output_cache(out)))
             steps.append(out.logits)
     together = torch.cat(steps, dim=1)
     for row, tokens in enumerate(rows):

@@ -7,6 +7,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration import attention
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.discovery import self_attention
 from hf_linear_attn.ops import backends
@@ -125,7 +126,7 @@ def test_kernels_run_under_autocast(monkeypatch):
 
     monkeypatch.setattr(backends, "attend", attend)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        cache = model(token_ids(), use_cache=True).past_key_values
+        cache = output_cache(model(token_ids(), use_cache=True))
     assert reasons == [None, None]
     assert {cache.layers[0].state[name].dtype for name in ("ring_key", "ring_value")} == {torch.bfloat16}
 
@@ -145,7 +146,7 @@ def test_training_with_a_cache_is_warned_of(caplog):
 def test_decoding_in_bfloat16_keeps_a_float32_state(name, family):
     model = patched(name, family).bfloat16()
     with torch.no_grad():
-        cache = model(token_ids(), use_cache=True).past_key_values
+        cache = output_cache(model(token_ids(), use_cache=True))
     states = [layer.state for layer in cache.layers]
     # The keys and values of a window and of sinks are stored as they came.
     tokens = ("ring", "sink")
@@ -216,8 +217,8 @@ def test_a_mixture_decodes_and_generates(name, family):
     full, cache = logits(model, ids), None
     for step in range(12):
         with torch.no_grad():
-            out = model(ids[:, step : step + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+            out = model(ids[:, step : step + 1], **cache_argument(model, cache), use_cache=True)
+        cache = output_cache(out)
         assert_close(out.logits[:, 0], full[:, step])
     settings = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))

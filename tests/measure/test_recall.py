@@ -18,7 +18,13 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import Tensor, nn
-from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker
@@ -66,9 +72,9 @@ class Oracle(nn.Module):
 
     def forward(self, ids: Tensor, use_cache: bool) -> Any:
         self.passes += len(ids)
-        return SimpleNamespace(past_key_values="the cache")
+        return {"cache": DynamicCache()}
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, past_key_values: Any = None) -> Tensor:
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, **cache: Any) -> Tensor:
         count = self.generation_config.max_new_tokens
         answers = ["".join(map(chr, row))[-self.reach :] for row in input_ids.tolist()]
         rows = [[ord(one) for one in self.answer(text).ljust(count)[:count]] for text in answers]

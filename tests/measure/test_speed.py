@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.ablation import without_attention
+from hf_linear_attn.integration.cache_argument import cache_argument, find_cache
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.measure.speed import (
     accepts_longer_inputs,
@@ -126,7 +127,7 @@ def test_passes_with_several_sequences_and_a_prefill(kind: str) -> None:
     caches: dict[str, list[Any]] = {name: [] for name in models}
     for name, one in models.items():
         one.register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: caches[name].append(kwargs.get("past_key_values")), with_kwargs=True
+            lambda module, args, kwargs, name=name: caches[name].append(find_cache(kwargs.values())), with_kwargs=True
         )
     options: dict[str, Any] = {"baseline": "exact", "seconds": 1e-9}
     rows = measure_passes(models, TOKENS, 2 * MAX_LENGTH, measurement="prefill", memory=True, **options)
@@ -181,7 +182,7 @@ def test_prefill_in_pieces_is_one_forward(kind: str, monkeypatch: pytest.MonkeyP
     model = tiny_model(kind).eval()
     full = DynamicCache()
     with torch.no_grad():
-        model.base_model(torch.tensor([TOKENS]), past_key_values=full, use_cache=True)
+        model.base_model(torch.tensor([TOKENS]), **cache_argument(model.base_model, full), use_cache=True)
     pieces = fill_cache(model, TOKENS, len(TOKENS))
     torch.testing.assert_close(pieces.layers[-1].keys, full.layers[-1].keys, rtol=1e-4, atol=1e-5)
 

@@ -7,6 +7,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
 from hf_linear_attn.ops import buckets, windowed
@@ -289,8 +290,8 @@ def test_a_hashed_model_decodes_and_ignores_padding(family):
     full, cache = logits(model, ids), None
     for step in range(17):
         with torch.no_grad():
-            out = model(ids[:, step : step + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+            out = model(ids[:, step : step + 1], **cache_argument(model, cache), use_cache=True)
+        cache = output_cache(out)
         assert_close(out.logits[:, 0], full[:, step])
     batch = padded_batch([ids[0], ids[1, :7]], "left")
     padded = logits(model, batch.pop("input_ids"), **batch)

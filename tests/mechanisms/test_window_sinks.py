@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.integration.cache_argument import cache_argument
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
 from tests.comparing import assert_close, logits, weighted_sum
@@ -179,7 +180,7 @@ def test_a_decoder_keeps_its_sinks_in_the_cache():
     full = logits(model, ids)
     assert (full - logits(patched("window", LLAMA, sink_tokens=0), ids)).abs().max() > 1e-2
     cache = DynamicCache(config=model.config)
-    parts = [logits(model, ids[:, start : start + 8], past_key_values=cache) for start in range(0, 40, 8)]
+    parts = [logits(model, ids[:, start : start + 8], **cache_argument(model, cache)) for start in range(0, 40, 8)]
     assert_close(torch.cat(parts, dim=1), full)
     assert cache.layers[0].state["sink_key"].shape == (2, 2, 3, 8)
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import hf_linear_attn as hla
 from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.data.recall_prompts import PromptMaker
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.study.budgets import Budget
 from hf_linear_attn.study.convert import convert
@@ -166,8 +167,8 @@ def test_a_budget_serves_every_shape_of_heads(shape: str, folder: Path, tmp_path
     ids = torch.randint(1, VOCABULARY, (1, 150), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
-        cache = model(ids[:, :140], use_cache=True).past_key_values
-        steps = [model(ids[:, token : token + 1], past_key_values=cache).logits for token in range(140, 150)]
+        cache = output_cache(model(ids[:, :140], use_cache=True))
+        steps = [model(ids[:, token : token + 1], **cache_argument(model, cache)).logits for token in range(140, 150)]
     rounded = results["stages"]["exact_heads"]["plan"]["default"].get("cache_dtype") == "int8"
     assert rounded == (shape == "one head of 256")
     tolerance = (2e-2 if rounded else 2e-3) * float(whole.abs().max())
