@@ -251,6 +251,7 @@ def _obstacle(module: nn.Module) -> str:
         return "caps its logits (softcap), which a product of feature maps cannot express"
     if getattr(module, "sinks", None) is not None and source_guards.passes_sinks(cls):
         return "adds learned attention sinks to its softmax"
-    if getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False):
+    stores = getattr(module, "store_full_length_kv", False) and config_value(module, "num_kv_shared_layers", 1)
+    if stores or getattr(module, "is_kv_shared_layer", False):
         return "shares its keys and values with other layers, and a state does not keep them"
     return ""
