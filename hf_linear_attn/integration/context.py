@@ -29,6 +29,8 @@ SUBMODULE = "linear_attention"
 LAYER_CONTEXT = "_linear_attention_context"
 #: Name of the attribute of a mechanism that is set where its parameters are shards with the heads of this process.
 SHARDED_HEADS = "_linear_attention_sharded_heads"
+#: Name of the small module beside the weights of a patched checkpoint.
+CODE_MODULE = "modeling_hf_linear_attn"
 #: Field that the config of a patched model carries into `config.json`, beside `CONFIG_FIELD`.
 IMPLEMENTATION_FIELD = "attn_implementation"
 

@@ -27,6 +27,7 @@ from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
 from .cache import replace_static_layers, self_attention_cache, state_layer
 from .context import (
+    CODE_MODULE,
     CONFIG_FIELD,
     IMPLEMENTATION,
     IMPLEMENTATION_FIELD,
@@ -47,12 +48,11 @@ from .models import (
     weight_write_errors,
 )
 from .positions import PositionChange
-from .sentence_cards import write_sentence_cards
+from .sentence_encoders import restore_trust, trust_own_checkpoints, write_sentence_cards
 from .tensor_parallel import tensor_parallel_plan
 
-#: Name of the small module that is written beside the weights, and that `auto_map` points at.
-CODE_FILE = "modeling_hf_linear_attn.py"
-CODE_MODULE = CODE_FILE.removesuffix(".py")
+#: The small module that is written beside the weights, and that `auto_map` points at.
+CODE_FILE = f"{CODE_MODULE}.py"
 
 CODE = '''"""Loads this checkpoint with its linear attention. Written by hf-linear-attn."""
 
@@ -165,6 +165,7 @@ class LinearAttentionModelMixin:
         with own_fields(model), weight_write_errors(save_directory):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         write_sentence_cards(model)
+        trust_own_checkpoints(model)  # of an encoder that was built around the patched model
         is_main = kwargs.get("is_main_process", args[0] if args else True)
         if self.should_save_on_this_rank(is_main):  # type: ignore[attr-defined]
             complete_checkpoint(Path(save_directory))
@@ -302,6 +303,7 @@ def install(
     if tensor_plan is not None:
         roots[0]._tp_plan = tensor_plan
     follow_parts()
+    trust_own_checkpoints(model)
     return roots
 
 
@@ -311,6 +313,8 @@ def uninstall(model: PreTrainedModel) -> None:
     remove_layers(model, roots)
     for root in roots:
         update_classes(root)
+    if not any(map(is_patched, roots)):
+        restore_trust(model)
 
 
 def update_classes(root: PreTrainedModel) -> None:
