@@ -163,6 +163,11 @@ class LinearStateLayer(CacheLayerMixin):
             forward_context.compared_masks = (known, mask)
         self.seen = count, mask
 
+    @property
+    def has_record(self) -> bool:
+        """Whether tokens are recorded that `crop` could take back."""
+        return bool(self._record)
+
     def skip_tokens(self, count: int) -> None:
         """Count the tokens of a bidirectional pass, which leaves no state and must be the first."""
         if self.tokens:

@@ -23,9 +23,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from torch.nn import functional
 from transformers import DynamicCache
 
 from hf_linear_attn.integration.cache_argument import cache_argument
+from hf_linear_attn.integration.cache_rows import extend_rows, extract_row, filter_rows, merge_rows
 from tests.comparing import assert_close, logits
 from tests.slow_cases import long
 from tests.small import on_the_grid, patched
@@ -42,6 +44,7 @@ MODELS: dict[str, tuple[Family, str, dict[str, Any]]] = {
     "exact heads": (LLAMA, "hedgehog", {"exact_heads": [1]}),
     "window and exact heads": (LLAMA, "window", {"exact_heads": [0]}),
     "mixture": (LLAMA, "hedgehog", {"layers": [1]}),  # the other layer is exact, with its own kind of cache
+    "exact": (LLAMA, "", {}),
     "int8": (LLAMA, "window", {"cache_dtype": "int8", "exact_heads": [0]}),
 }
 
@@ -49,6 +52,8 @@ MODELS: dict[str, tuple[Family, str, dict[str, Any]]] = {
 @functools.cache
 def model_of(name: str) -> Any:
     family, attention, options = MODELS[name]
+    if not attention:
+        return family.build()
     model = patched(attention, family, **options)
     return on_the_grid(model) if "cache_dtype" in options else model
 
@@ -96,6 +101,11 @@ class CacheMachine(RuleBasedStateMachine):
     @property
     def length(self) -> int:
         return self.mask.shape[1]
+
+    @property
+    def remembers_all(self) -> bool:
+        """Whether a layer is exact, from whose cache any token can be removed."""
+        return self.name in ("mixture", "exact")
 
     def rearranged(self, order: list[int]) -> None:
         self.tokens, self.mask = [list(self.tokens[row]) for row in order], self.mask[order]
@@ -156,6 +166,58 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.batch_select_indices(torch.tensor(order))
         self.rearranged(order)
 
+    def leading_padding(self, rows: list[int]) -> int:
+        """How many first columns are padding in all of some rows, but for the last column."""
+        return int((~self.mask[rows, :-1]).all(dim=0).long().cumprod(dim=0).sum())
+
+    def only(self, rows: list[int], padding: int) -> None:
+        self.rearranged(rows)
+        self.mask = self.mask[:, padding:]
+        self.removable = 0
+
+    @precondition(lambda self: self.length)
+    @rule(data=st.data())
+    def filter(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(0, len(self.tokens) - 1), min_size=1, max_size=ROWS, unique=True))
+        padding = data.draw(st.integers(0, self.leading_padding(rows)))
+        self.cache.crop(0)
+        filter_rows(self.cache, rows, padding)
+        self.only(rows, padding)
+
+    @precondition(lambda self: self.length)
+    @rule(data=st.data())
+    def extract(self, data: st.DataObject) -> None:
+        row = data.draw(st.integers(0, len(self.tokens) - 1))
+        self.cache.crop(0)
+        before = self.cache
+        self.cache = extract_row(before, row, self.leading_padding([row]))
+        before.reorder_cache(torch.tensor([0] * len(self.tokens)))  # which the other one must not notice
+        self.only([row], self.leading_padding([row]))
+
+    @precondition(lambda self: self.length and len(self.tokens) < ROWS)
+    @rule(rows=st.integers(1, 2), count=st.integers(1, 12), merged=st.booleans(), data=st.data())
+    def join(self, rows: int, count: int, merged: bool, data: st.DataObject) -> None:
+        """Other rows, which a cache of their own has read in one or two pieces, come to those that there are."""
+        if max(self.length, count) + 1 >= MAX_LENGTH:
+            return
+        self.cache.crop(0)
+        kept = self.cache, self.tokens, self.outputs, self.mask
+        self.cache = DynamicCache(config=self.model.config)
+        self.forget(rows)
+        for size in (count // 2, count - count // 2):
+            if size:
+                self.append(size, data)
+        other, tokens, outputs, mask = self.cache, self.tokens, self.outputs, self.mask
+        self.cache, self.tokens, self.outputs, self.mask = kept
+        if merged:
+            self.cache = merge_rows([self.cache, other])
+        else:
+            extend_rows(self.cache, other)
+        self.tokens, self.outputs = self.tokens + tokens, self.outputs + outputs
+        length = max(self.length, mask.shape[1])
+        self.mask = torch.cat([functional.pad(part, (length - part.shape[1], 0)) for part in (self.mask, mask)])
+        self.removable = 0
+
     @precondition(lambda self: self.length and 2 * len(self.tokens) <= ROWS)
     @rule()
     def repeat(self) -> None:
@@ -194,7 +256,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def crop_too_much(self) -> None:
         """What was not recorded cannot be taken back: refused, and nothing changes."""
-        if self.name != "mixture":
+        if not self.remembers_all:
             with pytest.raises(ValueError, match="Cannot remove the last"):
                 self.cache.crop(-(self.removable + 1))
 
@@ -206,7 +268,7 @@ class CacheMachine(RuleBasedStateMachine):
             layer.prefetch()
 
     #: From a few tokens on: most steps are of use where there are tokens.
-    @precondition(lambda self: self.length > 8 and (self.name != "mixture" or exact_layers_forget()))
+    @precondition(lambda self: self.length > 8 and (not self.remembers_all or exact_layers_forget()))
     @rule()
     def reset(self) -> None:
         self.cache.reset()
