@@ -24,9 +24,11 @@ PLAN_SUFFIXES = (".json", ".yaml", ".yml")
 DEFAULT_KEY = "default"
 #: What a layer's dict may hold besides the options of its mechanism.
 LAYER_KEYS = ("attention", "options", "exact_heads")
-#: Options that this version no longer has, by mechanism or feature map: the value under which each did nothing.
+#: Mechanisms and feature maps that this version no longer has.
+RETIRED = frozenset({"cosformer"})
+#: Options that it no longer has, by mechanism or feature map: the value under which each did nothing.
 RETIRED_OPTIONS: dict[str, dict[str, Any]] = {"window": {"store_size": 0}}
-#: The last version that had them.
+#: The last version that had all of these.
 RETIRED_AFTER = "0.1.0"
 CacheDtype = Literal["auto", "int8"]
 """How a cache stores the keys and values of single tokens: in the model's dtype, or rounded (see `ops.int8`)."""
@@ -34,16 +36,22 @@ CacheDtype = Literal["auto", "int8"]
 DEFAULT_ATTENTION = "window"
 
 
-def without_retired(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without those of `RETIRED_OPTIONS`; a ValueError where one of them was used."""
-    remaining = dict(options)
+def without_retired(name: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a mechanism or a feature map without those that are gone, which change nothing.
+
+    Raises:
+        ValueError: The mechanism or the feature map is gone, or an option that is gone has a value that did something.
+    """
+    remaining, remedy = dict(options), f"hf-linear-attn {RETIRED_AFTER} was the last version to have it, and reads it."
+    if str(name) in RETIRED:
+        raise ValueError(f"{name!r} is gone: {remedy}")
     for option, unused in RETIRED_OPTIONS.get(str(name), {}).items():
         value = remaining.pop(option, unused)
         if value != unused:
-            raise ValueError(
-                f"{option}={value!r} for {name!r}: this option went after hf-linear-attn {RETIRED_AFTER}. Leave it "
-                "out, or load a checkpoint that uses it with that version."
-            )
+            raise ValueError(f"The option {option}={value!r} of {name!r} is gone: {remedy}")
+    if isinstance(remaining.get("feature_map_options"), Mapping):
+        options = without_retired(remaining.get("feature_map"), remaining["feature_map_options"])
+        remaining["feature_map_options"] = options
     return remaining
 
 

@@ -71,7 +71,14 @@ def test_what_an_earlier_version_saved_is_read_without_the_options_that_are_gone
 def test_a_saved_option_that_is_gone_is_refused_where_it_was_used(attention, option, value):
     layer = {"attention": attention, "options": {**SAVED_BY_0_1_0[attention], option: value}}
     saved = {"format_version": 1, "package_version": "0.1.0", "default": layer, "layers": {}}
-    with pytest.raises(ValueError, match=rf"{option}={value!r} for {attention!r}: .* after hf-linear-attn 0\.1\.0"):
+    with pytest.raises(ValueError, match=rf"{option}={value!r} of {attention!r} is gone: hf-linear-attn 0\.1\.0 was"):
+        LinearAttentionConfig.from_dict(saved)
+
+
+def test_a_saved_mechanism_that_is_gone_is_refused_with_the_version_that_had_it():
+    layer = {"attention": "cosformer", "options": {"max_length": 512, "epsilon": 0.01}}
+    saved = {"format_version": 1, "package_version": "0.1.0", "default": layer, "layers": {}}
+    with pytest.raises(ValueError, match=r"'cosformer' is gone: hf-linear-attn 0\.1\.0 was the last"):
         LinearAttentionConfig.from_dict(saved)
 
 

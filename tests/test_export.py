@@ -141,11 +141,10 @@ def test_a_missing_package_is_named(checkpoint, package, tmp_path, monkeypatch, 
     ("architecture", "options", "limit"),
     [
         ("bert", {"attention": "linformer", "num_slots": 8, "max_length": 40}, 40),
-        ("bert", {"attention": {"default": "hedgehog", "1": {"attention": "cosformer", "max_length": 70}}}, 70),
+        ("bert", {"attention": {"default": "hedgehog", "1": {"attention": "linformer", "max_length": 70}}}, 70),
         ("roberta", {"attention": "hedgehog"}, 94),  # two of its 96 positions are for padding
-        *slow_rows(("bert", {"attention": "cosformer", "exact_heads": [1], "max_length": 60}, 60)),
+        *slow_rows(("bert", {"attention": "linformer", "exact_heads": [1], "max_length": 60}, 60)),
         *long(
-            ("bert", {"attention": "cosformer", "max_length": 50}, 50),
             ("bert", {"attention": "hedgehog"}, 96),
             ("roberta", {"attention": "linformer", "num_slots": 8}, 94),
         ),

@@ -96,8 +96,7 @@ def test_memory_is_constant(name, family):
     """Neither the state nor the number of live tensors grows; a stream is read no faster than it is used."""
     if ATTENTIONS.get(name).state != "constant":
         pytest.skip("its state grows by design")
-    options = {"max_length": 2000} if name == "cosformer" else {}
-    model, taken = patched(name, family, **options), itertools.count()
+    model, taken = patched(name, family), itertools.count()
     sizes = []
     endless = (2 + next(taken) % 50 for _ in itertools.count())
     for piece in read_stream(model, endless, chunk_length=16, positions="wrap"):

@@ -70,8 +70,7 @@ class FeatureMap(nn.Module):
     τ, the scale of the model's own softmax. A map whose values can overflow returns its log scale beside them
     (see `ops.common.Features`).
 
-    A map with `uses_positions` defines `fused` or `functions` for positions. No row of more than `max_length` real
-    tokens reaches it.
+    A map with `uses_positions` defines `functions` for the tokens' positions.
     """
 
     num_features: int
@@ -81,8 +80,6 @@ class FeatureMap(nn.Module):
     signed = False
     #: Whether the features depend on the tokens' positions.
     uses_positions = False
-    #: Most tokens of a row that a map with positions can tell apart (None: no limit).
-    max_length: int | None = None
     #: Whether `fit(keys, queries)` and `weigh(bias)` find a start for the model's own keys (see `feature_maps.vq`).
     fits_keys = False
 
@@ -107,17 +104,17 @@ class FeatureMap(nn.Module):
         formulas = self.fused(scaling)
         return self.query(x, scaling) if formulas is None else formulas[1].features(x)
 
-    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
-        """The formulas of `query` and `key`, for backends that fuse them with the sums; None where there are none.
+    def fused(self, scaling: float) -> FusedMaps | None:
+        """Return the formulas of `query` and `key`, for backends that fuse them with the sums; None without any."""
+        return None
+
+    def functions(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FeatureFunctions:
+        """Return both maps as functions of a block and its start, and as formulas if there are any.
 
         For maps that use them, positions are those of queries and keys among the real tokens of their rows,
         `[B | 1, L]` in the dtype of the features.
         """
-        return None
-
-    def functions(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FeatureFunctions:
-        """Return both maps as functions of a block and its start, and as formulas if there are any."""
-        formulas = self.fused(scaling, positions)
+        formulas = self.fused(scaling)
         if formulas is not None:
             return formulas[0].features, formulas[1].features, formulas
         return lambda x, start: self.query(x, scaling), lambda x, start: self.key(x, scaling), None

@@ -1,7 +1,5 @@
 """elu(x) + 1: the feature map of the first linear transformers."""
 
-from torch import Tensor
-
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from ..utils.options import option
@@ -31,7 +29,7 @@ class EluFeatureMap(FeatureMap):
         super().__init__(shape, options)
         self.num_features = shape.head_dim
 
-    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
+    def fused(self, scaling: float) -> FusedMaps | None:
         scale = scaling**0.5 if self.options.split_scaling else 1.0
         formula = FusedMap("elu", alpha=self.options.alpha, in_scale=scale)
         return formula, formula

@@ -93,7 +93,7 @@ class FavorPlusFeatureMap(FeatureMap):
             self.redraw(self.options.seed + REDRAW_SEED_STRIDE * (int(self.passes) // every))
         self.passes = self.passes + 1
 
-    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
+    def fused(self, scaling: float) -> FusedMaps | None:
         formula = FusedMap(
             "positive-pair" if self.options.hyperbolic else "positive",
             self.weight.T.unsqueeze(0),

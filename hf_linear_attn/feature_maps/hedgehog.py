@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
@@ -63,7 +63,7 @@ class HedgehogFeatureMap(FeatureMap):
         self.key_weight = nn.Parameter(start.repeat(shape.num_key_value_heads, 1, 1))
         self.key_bias = constant_parameter(shape.num_key_value_heads, rows)
 
-    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
+    def fused(self, scaling: float) -> FusedMaps | None:
         temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5
         activation = _FUSED[self.options.activation]
         query = FusedMap(activation, self.query_weight, self.query_bias, in_scale=temperature, bias_scale=temperature)

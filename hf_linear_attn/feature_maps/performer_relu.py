@@ -71,7 +71,7 @@ class PerformerReluFeatureMap(FeatureMap):
         function = (SIGNED if self.signed else POSITIVE)[self.options.kernel]
         return Features(function(projected) * self.num_features**-0.5 + self.options.epsilon)
 
-    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
+    def fused(self, scaling: float) -> FusedMaps | None:
         if self.options.kernel != "relu":
             return None
         scale = (scaling**0.5 if self.options.split_scaling else 1.0) * self.num_features**-0.5

@@ -1,7 +1,7 @@
 """T2R: one learned layer with relu as the feature map."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
@@ -45,7 +45,7 @@ class T2RFeatureMap(FeatureMap):
         self.key_weight = nn.Parameter(start.repeat(shape.num_key_value_heads, 1, 1))
         self.key_bias = constant_parameter(shape.num_key_value_heads, self.num_features, value=options.bias_init)
 
-    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
+    def fused(self, scaling: float) -> FusedMaps | None:
         temperature, epsilon = (scaling * self.shape.head_dim) ** 0.5, self.options.epsilon
         query = FusedMap("relu", self.query_weight, self.query_bias, in_scale=temperature, epsilon=epsilon)
         key = FusedMap("relu", self.key_weight, self.key_bias, in_scale=temperature, epsilon=epsilon)

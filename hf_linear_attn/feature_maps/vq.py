@@ -58,7 +58,7 @@ class VQFeatureMap(FeatureMap):
         self.key_weight = nn.Parameter((rows / scale).repeat(shape.num_key_value_heads, 1, 1))
         self.key_bias = constant_parameter(shape.num_key_value_heads, options.num_features, value=-0.5)
 
-    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
+    def fused(self, scaling: float) -> FusedMaps | None:
         query = FusedMap("exp", self.query_weight, self.query_bias, in_scale=scaling)
         return query, FusedMap("softmax", self.key_weight, self.key_bias)
 

@@ -122,20 +122,15 @@ def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: b
     inputs = draw(2, 2, total, case.head_dim), draw(2, 1, total, case.head_dim), draw(2, 1, total, case.value_dim)
     mask = (torch.arange(total, device=case.device) % 7 != 3).repeat(2, 1)
     mask[0, : total // 3] = False
-    maps = _random_map(fused[0], draw, 2, total, double), _random_map(fused[1], draw, 1, total, double)
+    maps = _random_map(fused[0], draw, 2, double), _random_map(fused[1], draw, 1, double)
     leaves = [(tensor.double() if double else tensor).requires_grad_(case.learning) for tensor in inputs]
     outputs, state, start = [], None, 0
     for length in pieces:
         now = slice(start, start + length)
-        part = tuple(
-            one if one.cosine is None or one.sine is None
-            else one._replace(cosine=one.cosine[:, now], sine=one.sine[:, now])
-            for one in maps
-        )  # fmt: skip
         features = maps[0].num_features(case.head_dim)
         query, key, value = (tensor[:, :, now] for tensor in leaves)
         call: CheckedCall = KernelizedCall(
-            query, key, value, part[0].features, part[1].features, (part[0], part[1]), features, case.causal,
+            query, key, value, maps[0].features, maps[1].features, maps, features, case.causal,
             mask=mask[:, now], state=state, return_state=case.causal and not case.learning,
         )  # fmt: skip
         if case.window:
@@ -161,17 +156,14 @@ def _torch(call: CheckedCall) -> tuple[Tensor, State | None]:
     return windowed(call) if isinstance(call, WindowedCall) else kernelized.attend(call)
 
 
-def _random_map(fused: FusedMap, draw: Callable[..., Tensor], heads: int, length: int, double: bool) -> FusedMap:
-    """The same map with random weights, and an angle for every token where it has any."""
+def _random_map(fused: FusedMap, draw: Callable[..., Tensor], heads: int, double: bool) -> FusedMap:
+    """The same map with random weights."""
     tensors: dict[str, Any] = {}
     for name in ("weight", "bias"):
         tensor = getattr(fused, name)
         if tensor is not None:
             tensors[name] = (0.3 * draw(min(heads, tensor.shape[0]), *tensor.shape[1:])).to(tensor.dtype)
             tensors[name] = tensors[name].double() if double else tensors[name]
-    if fused.cosine is not None:
-        angle = torch.linspace(0, 1.5, length, device=fused.cosine.device).unsqueeze(0)
-        tensors |= {"cosine": angle.cos(), "sine": angle.sin()}
     return fused._replace(**tensors)
 
 

@@ -19,7 +19,6 @@ PARTS: dict[str, int] = {
     "exp-pair": 2,
     "positive": 1,
     "positive-pair": 2,
-    "rotated-relu": 2,
     "exp": 1,
     "softmax": 1,
 }
@@ -38,12 +37,11 @@ class FusedMap(NamedTuple):
         exp-pair        [exp(y), exp(-y)]
         positive        c exp(y - ‖s x‖²/2)
         positive-pair   c [exp(y), exp(-y)] exp(-‖s x‖²/2)
-        rotated-relu     (relu(y) + ε) [cos θ, sin θ], θ the token's angle
         exp             exp(y)
         softmax         softmax(y)
 
     s is `in_scale`, c_b `bias_scale`, α `alpha`, ε `epsilon` and c `factor`; weight W `[heads | 1, d, f]`, bias b
-    `[heads | 1, f]`, cosine and sine `[B | 1, L]`. Gradients flow to weight and bias.
+    `[heads | 1, f]`. Gradients flow to weight and bias.
     """
 
     activation: str
@@ -54,8 +52,6 @@ class FusedMap(NamedTuple):
     alpha: float = 1.0
     epsilon: float = 0.0
     factor: float = 1.0
-    cosine: Tensor | None = None
-    sine: Tensor | None = None
 
     def width(self, head_dim: int) -> int:
         """Return f, the width before the activation."""
@@ -66,7 +62,7 @@ class FusedMap(NamedTuple):
         return PARTS[self.activation] * self.width(head_dim)
 
     def features(self, x: Tensor, start: int = 0) -> Features:
-        """Compute the features of tokens `[B, H, L, d]` from position `start` on by torch, in the dtype of x."""
+        """Compute the features of tokens `[B, H, L, d]` by torch, in the dtype of x, wherever they `start`."""
         x = y = x if self.in_scale == 1.0 else x * self.in_scale
         if self.weight is not None:
             weight = self.weight[0] if self.weight.shape[0] == 1 else self.weight  # one product for all heads
@@ -81,12 +77,7 @@ class FusedMap(NamedTuple):
             # A constant of the sums, which has no gradient: whoever reads log_scale multiplies by it.
             scale = (y.amax(dim=-1, keepdim=True) - half).detach()
             return Features((y - (half + scale - math.log(self.factor))).exp_(), scale.squeeze(-1))
-        values = _ACTIVATIONS[self.activation](self, y)
-        if self.cosine is None or self.sine is None:
-            return Features(values)
-        now = slice(start, start + x.shape[2])
-        angles = (table[:, now].to(x.dtype)[:, None, :, None] for table in (self.cosine, self.sine))
-        return Features(torch.cat([values * angle for angle in angles], dim=-1))
+        return Features(_ACTIVATIONS[self.activation](self, y))
 
     @property
     def scaled(self) -> bool:
@@ -97,11 +88,10 @@ class FusedMap(NamedTuple):
         return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias))
 
 
-#: Activations without a log scale, before the angles.
+#: Activations without a log scale.
 _ACTIVATIONS: dict[str, Callable[[FusedMap, Tensor], Tensor]] = {
     "elu": lambda fused, y: functional.elu(y, alpha=fused.alpha) + 1,
     "relu": lambda fused, y: torch.relu(y) + fused.epsilon,
-    "rotated-relu": lambda fused, y: torch.relu(y) + fused.epsilon,
     "softmax-pair": lambda fused, y: torch.stack([y, -y], dim=-2).softmax(dim=-1).flatten(-2),
     "softmax-joint": lambda fused, y: torch.cat([2 * y, -2 * y], dim=-1).softmax(dim=-1),
 }

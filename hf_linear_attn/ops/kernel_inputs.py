@@ -53,11 +53,6 @@ def _map_mismatch(fused: FusedMap, x: Tensor, num_features: int) -> str | None:
             return "the weights of the feature map are on another device"
         if tensor is not None and (tensor.shape[1:] != sizes or tensor.shape[0] not in (1, heads)):
             return f"the weights of the feature map have the sizes {list(tensor.shape)}"
-    if fused.activation == "rotated-relu":
-        expected = (1, x.shape[2]), (x.shape[0], x.shape[2])
-        for angles in (fused.cosine, fused.sine):
-            if angles is None or angles.device != x.device or angles.shape not in expected:
-                return "the angles of the feature map do not match the tokens"
     if PARTS[fused.activation] * width != num_features:
         return f"the formula of the feature map does not make its {num_features} features"
     return None

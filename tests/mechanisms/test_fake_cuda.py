@@ -33,7 +33,7 @@ def fake() -> Iterator[None]:
 
 
 #: Causal mechanisms whose host reads a number of tokens, once a pass: it decides a size.
-READING = ("cosformer", "linformer-causal")
+READING = ("linformer-causal",)
 
 
 def inputs(length: int, causal: bool, mask: Tensor | None = None, **more: Any) -> AttentionInputs:

@@ -323,7 +323,6 @@ def test_compiles_with_buckets():
         ({"bucket_capacity": "4"}, "bucket_capacity must be a whole number of at least 1, got '4'"),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"feature_map": "favour+"}, r"Did you mean 'favor"),
-        ({"feature_map": "cosformer"}, "A window cannot use 'cosformer': .* needs the tokens' positions"),
     ],
 )
 def test_bad_options(options, message):

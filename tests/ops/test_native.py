@@ -31,7 +31,6 @@ MAPS = {
     "performer-relu": ("performer-relu", {"num_features": 12}),
     "favor+": ("favor+", {"num_features": 20}),
     "favor+-hyperbolic": ("favor+", {"num_features": 20, "hyperbolic": True}),
-    "cosformer": ("cosformer", {"max_length": 4096}),
     "vq": ("vq", {"num_features": 11}),
 }
 SCALED = {"hedgehog-exp", "favor+", "favor+-hyperbolic", "vq"}
@@ -69,9 +68,8 @@ def inputs(shape, head_dim=9, value_dim=6, dtype=torch.float32, scale=1.0, seed=
     return draw(heads, head_dim), draw(groups, head_dim), draw(groups, value_dim)
 
 
-def make_call(feature_map, query, key, value, causal, mask=None, state=None, start=0, scaling=0.4, keep=False):
-    positions = torch.arange(start, start + key.shape[2], dtype=torch.float32).unsqueeze(0)
-    maps = feature_map.functions(scaling, (positions, positions) if feature_map.uses_positions else None)
+def make_call(feature_map, query, key, value, causal, mask=None, state=None, *, scaling=0.4, keep=False):
+    maps = feature_map.functions(scaling)
     return KernelizedCall(
         query,
         key,
@@ -172,7 +170,6 @@ def test_resuming_from_a_state(name, cuts):
                 True,
                 mask[:, piece],
                 state,
-                start,
                 keep=True,
             )
             out, state = NativeBackend().run(call)
@@ -202,9 +199,7 @@ def test_token_by_token_is_the_whole(name, value_dim, heads, groups, dtype):
             cut = slice(token, token + 1)
             tensors = (tensor[:, :, cut] for tensor in (query, key, value))
             before = state
-            out, state = NativeBackend().run(
-                make_call(feature_map, *tensors, True, mask[:, cut], before, token, keep=True)
-            )
+            out, state = NativeBackend().run(make_call(feature_map, *tensors, True, mask[:, cut], before, keep=True))
             parts.append(out)
             if tensor is not None:  # the state that was given is the caller's
                 assert all(torch.equal(before[entry], tensor[entry]) for entry in tensor)
@@ -376,8 +371,7 @@ def test_formulas_and_functions_are_two_forms_of_one_map():
     for _, entry in FEATURE_MAPS:
         shape = AttentionShape(2, 2, 8, 8, max_length=64)
         feature_map = entry.factory(shape, entry.options())
-        positions = torch.arange(40).unsqueeze(0)
-        if feature_map.fused(0.35, (positions, positions)) is None:
+        if feature_map.fused(0.35) is None:
             continue
         actual += 1
         call = make_call(feature_map, *inputs((1, 2, 2, 40), 8, 8), True, scaling=0.35)

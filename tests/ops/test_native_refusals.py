@@ -29,8 +29,6 @@ SIX = torch.zeros(4, 6, 6)
         (FusedMap("softmax-pair", SIX[:3]), 12, r"the weights of the feature map have the sizes \[3, 6, 6\]"),
         (FusedMap("relu", SIX[:, :5]), 6, r"the weights of the feature map have the sizes \[4, 5, 6\]"),
         (FusedMap("relu", SIX, SIX[0, :3]), 6, r"the weights of the feature map have the sizes \[3, 6\]"),
-        (FusedMap("rotated-relu"), 12, "the angles of the feature map do not match the tokens"),
-        (FusedMap("rotated-relu", cosine=SIX[0, :1], sine=SIX[0, :1, :5]), 12, "the angles of the feature map do not"),
     ],
 )
 def test_formulas_that_do_not_fit_are_refused(fused_map, features, reason):

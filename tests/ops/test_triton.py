@@ -40,7 +40,7 @@ def test_the_kernels_in_the_interpreter(part):
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_the_kernels_through_the_compiler(architecture):
-    output = run("tests.ops.triton_compiles", architecture, "16", "elu", "hedgehog", "cosformer", "favor+", "vq")
+    output = run("tests.ops.triton_compiles", architecture, "16", "elu", "hedgehog", "t2r", "favor+", "vq")
     kernels = (
         "sum_tokens",
         "scan",

@@ -86,3 +86,8 @@ def test_a_stream_is_the_whole():
     model, ids = patched("helix", LLAMA), token_ids()[:1]
     pieces = [piece.output.logits for piece in read_stream(model, ids[0].tolist(), chunk_length=5)]
     assert_close(torch.cat(pieces, dim=1), logits(model, ids))
+
+
+def test_a_window_refuses_a_map_with_positions():
+    with pytest.raises(ValueError, match=r"A window cannot use 'helix': .* needs the tokens' positions"):
+        hla.patch_model(LLAMA.build(), "window", feature_map="helix")

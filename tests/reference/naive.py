@@ -6,7 +6,6 @@ Every function works head by head with broadcasting and no blocks, in the dtype 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -136,19 +135,6 @@ def efficient_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tens
         weights = (share * features[:, :, i : i + 1]).sum(dim=-1)
         out[:, :, i] = (weights.unsqueeze(-1) * values).sum(dim=2)
     return out
-
-
-def cosformer_attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, *, max_length: int, epsilon: float = 0.0
-) -> Tensor:
-    """`w_ij = (relu(q_i) + ε)·(relu(k_j) + ε) cos(π(i - j)/2M)`: one row without padding, or any mask `allowed`."""
-    length, keys = query.shape[2], key.shape[2]
-    distance = (keys - length) + torch.arange(length)[:, None] - torch.arange(keys)[None, :]
-    cosine = torch.cos(distance.to(query.dtype) * (math.pi / (2 * max_length)))
-    rows = query.clamp_min(0) + epsilon
-    columns = repeat_heads(key.clamp_min(0) + epsilon, query.shape[1])
-    weights = (rows @ columns.transpose(-1, -2)) * cosine
-    return normalise(weights.masked_fill(~allowed, 0.0), value)
 
 
 def rfa_weights(query: Tensor, key: Tensor, rows: Tensor, sigma: Tensor) -> Tensor:

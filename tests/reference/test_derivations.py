@@ -84,18 +84,6 @@ def favor_plus_weights(query, key, rows, scaling, hyperbolic=False):
     return pairs(query, key, entry)
 
 
-def cosformer_attention(query, key, value, allowed, *, max_length, epsilon=0.0):
-    """By positions: `cos(a - b) = cos a cos b + sin a sin b`, which is how the paper makes features of it."""
-    angle, shift = math.pi / (2 * max_length), key.shape[2] - query.shape[2]
-
-    def entry(q, k, h, g, i, j):
-        a, b = angle * (i + shift), angle * j
-        product = (np.maximum(q, 0) + epsilon) @ (np.maximum(k, 0) + epsilon)
-        return product * (math.cos(a) * math.cos(b) + math.sin(a) * math.sin(b))
-
-    return normalise(pairs(query, key, entry) * allowed, value)
-
-
 def gated_attention(query, key, value, decay, write, mask, guard):
     """As one sum: token j counts `w_j Σ_c φ(q_t)_c φ(k_j)_c Π_{j < u <= t} λ_uc` at t; padding is left out."""
     out = np.zeros((*query.shape[:3], value.shape[-1]))
@@ -212,8 +200,6 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("favor_weights", (Q, K, NOTHING, ROWS, SCALING, normal(M, seed=17)), {}),
     ("favor_plus_weights", (Q, K, ROWS, SCALING), {}),
     ("favor_plus_weights", (Q, K, ROWS, SCALING, True), {}),
-    ("cosformer_attention", (Q, K, V, PADDED), {"max_length": 16}),
-    ("cosformer_attention", (Q[:, :, :4], K, V, naive.visible(None, B, 4, L, True)), {"max_length": 9, "epsilon": 0.1}),
     ("gated_attention", (PHI_Q, PHI_K, V, DECAY, WRITE, None, 0.0), {}),
     ("gated_attention", (PHI_Q, PHI_K, V, DECAY, WRITE, MASK, 0.0), {}),
     ("gated_attention", (SIGNED_Q, SIGNED_K, V, DECAY[..., :1].expand(-1, -1, -1, M), WRITE, MASK, 0.3), {}),

@@ -16,8 +16,8 @@ from ..kernel_inputs import DTYPES
 from .build import library
 
 Tensors = dict[str, Tensor]
-"""Inputs or outputs of a kernel by the name of their field in `Arguments`; of feature maps also `query_weight`,
-`query_bias`, `query_cosine`, `query_sine`, and those of `key_…`."""
+"""Inputs or outputs of a kernel by the name of their field in `Arguments`; of feature maps also `query_weight`
+and `query_bias`, and those of `key_…`."""
 
 Numbers = dict[str, float]
 """Numbers by the name of their field in `Arguments`; of feature maps also `query_activation` and so on."""
@@ -33,7 +33,7 @@ MIN_THREADED_PRODUCTS = 1 << 20
 
 _FACTORS = ("in_scale", "bias_scale", "alpha", "epsilon", "factor")
 _MAP_NUMBERS = {of: tuple(f"{of}_{name}" for name in ("activation", *_FACTORS)) for of in ("query", "key")}
-_MAP_TENSORS = {of: tuple(f"{of}_{name}" for name in ("weight", "bias", "cosine", "sine")) for of in ("query", "key")}
+_MAP_TENSORS = {of: tuple(f"{of}_{name}" for name in ("weight", "bias")) for of in ("query", "key")}
 
 
 class Strided(ctypes.Structure):
@@ -46,9 +46,9 @@ class Map(ctypes.Structure):
     """`hla::Map`: the formula of a feature map with the addresses of its tensors."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "weight_t", "bias", "cosine", "sine", "scales")),
+        *((name, ctypes.c_void_p) for name in ("weight", "weight_t", "bias", "scales")),
         *((f"{name}_head", ctypes.c_int64) for name in ("weight", "weight_t", "bias")),
-        *((name, ctypes.c_int64) for name in ("angle_batch", "scale_batch", "scale_head")),
+        *((name, ctypes.c_int64) for name in ("scale_batch", "scale_head")),
         *((name, ctypes.c_int32) for name in ("activation", "parts", "width", "projected", "input")),
         *((name, ctypes.c_float) for name in _FACTORS),
     ]
@@ -98,7 +98,7 @@ def map_arguments(fused: tuple[FusedMap, FusedMap]) -> tuple[Tensors, Numbers]:
     shared = fused[1] is fused[0] and not fused[0].requires_grad
     for of, one in zip(("query",) if shared else ("query", "key"), fused, strict=False):
         numbers.update(zip(_MAP_NUMBERS[of], (ACTIVATIONS[one.activation], *one[3:8]), strict=True))
-        for name, tensor in zip(_MAP_TENSORS[of], (one.weight, one.bias, one.cosine, one.sine), strict=True):
+        for name, tensor in zip(_MAP_TENSORS[of], (one.weight, one.bias), strict=True):
             if tensor is not None:
                 tensors[name] = tensor
     return tensors, numbers
@@ -132,21 +132,19 @@ def _first_stride(tensor: Tensor | None) -> int:
 def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: Tensors) -> Map:
     """Return the map of queries or keys; the tensors that it refers to are added to `used`."""
     activation, *factors = [numbers.get(name, 1.0) for name in _MAP_NUMBERS[of]]
-    weight, bias, cosine, sine = map(inputs.get, _MAP_TENSORS[of])
+    weight, bias = map(inputs.get, _MAP_TENSORS[of])
     size, scales, transposed = inputs["query"].shape[3], inputs.get(f"{of}_scales"), None
     width = size if weight is None else weight.shape[-1]
     if weight is not None:
         weight, bias = pad_columns(weight), None if bias is None else pad_columns(bias)
         transposed = pad_columns(weight.mT) if backward else None
-    if cosine is not None and sine is not None:
-        cosine, sine = cosine.float().contiguous(), sine.float().contiguous()
     scales = None if scales is None else scales.contiguous()
-    tensors = weight, transposed, bias, cosine, sine, scales
-    names = *_MAP_TENSORS[of][:1], f"{of}_transposed", *_MAP_TENSORS[of][1:], f"{of}_scales"
+    tensors = weight, transposed, bias, scales
+    names = f"{of}_weight", f"{of}_transposed", f"{of}_bias", f"{of}_scales"
     used.update((name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None)
     return Map(
         *[None if tensor is None else tensor.data_ptr() for tensor in tensors],
-        *[_first_stride(tensor) for tensor in tensors[:4]],
+        *[_first_stride(tensor) for tensor in tensors[:3]],
         *((0, 0) if scales is None else scales.stride()[:2]),
         *(int(activation), _PARTS[int(activation)], width, weight is not None, size),
         *factors,

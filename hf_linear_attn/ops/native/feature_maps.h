@@ -17,19 +17,17 @@ enum Activation : int32_t {
   EXP_PAIR = 4,       // [exp(y), exp(-y)], log scale max |y|
   POSITIVE = 5,       // exp(y - |x'|^2 / 2) factor with x' = in_scale x; log scale: the largest exponent
   POSITIVE_PAIR = 6,  // the same with [y, -y]
-  ROTATED_RELU = 7,   // (relu(y) + epsilon) [cos, sin] of the token's angle
-  EXP = 8,            // exp(y); log scale: the largest y
-  SOFTMAX = 9,        // softmax(y)
-  PRECOMPUTED = 10,   // x, in float32, is the features themselves; forward only
+  EXP = 7,            // exp(y); log scale: the largest y
+  SOFTMAX = 8,        // softmax(y)
+  PRECOMPUTED = 9,    // x, in float32, is the features themselves; forward only
 };
 
 struct Map {
   const float *weight, *weight_t;                 // [heads or 1, d, padded f], its transpose [heads or 1, padded f, padded d]
   const float* bias;                              // [heads or 1, padded f] or null
-  const float *cosine, *sine;                     // [batch or 1, L]
   const float* scales;                            // [batch, heads, L]: log scales of precomputed features; or null
   int64_t weight_head, weight_t_head, bias_head;  // 0: shared by the heads
-  int64_t angle_batch, scale_batch, scale_head;
+  int64_t scale_batch, scale_head;
   int32_t activation, parts;
   int32_t width, projected, input;  // f, numbers in a segment; whether there is a W; d, numbers in a row of x
   float in_scale, bias_scale, alpha, epsilon, factor;
@@ -49,7 +47,7 @@ struct FeatureBlock {
   const Map* map;
   int row, x_row;  // features and inputs of a token, padded
   float *x, *y, *features, *scale;
-  long head = 0, angle = 0;  // of what is read
+  long head = 0;  // of what is read
 
   FeatureBlock(const Map& m, Workspace& workspace, int tokens = BLOCK)
       : map(&m),
@@ -64,7 +62,6 @@ struct FeatureBlock {
   template <typename T>
   void read(const Strided& from, long b, long of_head, long start, int count, const uint8_t* mask, bool are_keys = true) {
     head = of_head;
-    angle = b * map->angle_batch + start;
     if (map->activation == PRECOMPUTED)
       read_rows<float>(from, b, head, start, count, map->input, mask, x, x_row);
     else
@@ -97,7 +94,7 @@ struct FeatureBlock {
   template <typename T>
   void read_heads(Strided from, long b, long first, int count, const uint8_t* mask) {
     static const uint8_t masked[BLOCK] = {};
-    const bool shared = map->projected && !map->weight_head && !map->bias_head && !map->cosine;
+    const bool shared = map->projected && !map->weight_head && !map->bias_head;
     from.token = from.head;
     FeatureBlock part = *this;
     for (int t = 0, step = shared ? count : 1; t < count; t += step) {
@@ -131,13 +128,8 @@ struct FeatureBlock {
           }
           break;
         case RELU:
-        case ROTATED_RELU:
-          for (int j = 0; j < segment; j += LANES) {
-            Vec incoming = load(up + j);
-            if (map->activation == ROTATED_RELU)
-              incoming = incoming * map->cosine[angle + t] + load(up + segment + j) * map->sine[angle + t];
-            store(to + j, select(load(from + j) * input_scale > 0.0f, incoming * input_scale, Vec{}));
-          }
+          for (int j = 0; j < segment; j += LANES)
+            store(to + j, select(load(from + j) * input_scale > 0.0f, load(up + j) * input_scale, Vec{}));
           break;
         default: {  // exponentials, whatever they are relative to: the gradient of an exponent is feature times gradient
           const bool joint = map->activation == SOFTMAX_JOINT, separate = map->activation == SOFTMAX_PAIR;
@@ -206,12 +198,6 @@ struct FeatureBlock {
       case RELU:
         return for_each(count, in, in_row, [=](int t, int j, Vec value) {
           store(features + t * row + j, first_lanes(larger(value * in_scale, Vec{}) + map->epsilon, map->width - j));
-        });
-      case ROTATED_RELU:
-        return for_each(count, in, in_row, [=](int t, int j, Vec value) {
-          const Vec feature = first_lanes(larger(value * in_scale, Vec{}) + map->epsilon, map->width - j);
-          store(features + t * row + j, feature * map->cosine[angle + t]);
-          store(features + t * row + map->segment() + j, feature * map->sine[angle + t]);
         });
       case SOFTMAX_PAIR: return exponentials<SOFTMAX_PAIR>(count, in, in_row, in_scale);
       case SOFTMAX_JOINT: return exponentials<SOFTMAX_JOINT>(count, in, in_row, in_scale);

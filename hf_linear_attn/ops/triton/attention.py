@@ -100,7 +100,6 @@ def blocks(x: Tensor, maps: Maps, value_size: int, *, chunked: bool = False) -> 
 def map_arguments(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> MapArguments:
     """Return the kernels' arguments of a feature map for inputs `[…, head_dim]`."""
     weight, bias = (None if x is None else x.detach() for x in (fused.weight, fused.bias))
-    cosine, sine = (None if x is None else x.float().contiguous() for x in (fused.cosine, fused.sine))
     strides = (0, 0, 0) if weight is None else weight.stride()
     width = fused.width(head_dim)
     return MapArguments(
@@ -111,13 +110,10 @@ def map_arguments(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> MapArgu
         bias=None if bias is None else bias.contiguous(),
         bias_head=0 if bias is None or bias.shape[0] == 1 else bias.shape[1],
         bias_scale=fused.bias_scale,
-        cosine=cosine,
-        sine=sine,
         log_scale=None,
         scale_batch=0,
         scale_head=0,
         scale_token=0,
-        angle_batch=0 if cosine is None or cosine.shape[0] == 1 else cosine.shape[1],
         in_scale=fused.in_scale,
         alpha=fused.alpha,
         epsilon=fused.epsilon,

@@ -42,13 +42,10 @@ class MapArguments(NamedTuple):
     bias: Any
     bias_head: int
     bias_scale: float
-    cosine: Any
-    sine: Any
     log_scale: Any
     scale_batch: int
     scale_head: int
     scale_token: int
-    angle_batch: int
     in_scale: float
     alpha: float
     epsilon: float
@@ -122,8 +119,7 @@ def feature_indices(fmap):
 @triton.jit
 def signs(fmap):
     """Return what each column multiplies y with `[M]`: -1 in the second part of a pair."""
-    second: tl.constexpr = 1.0 if fmap.activation == "rotated-relu" else -1.0  # its parts differ by an angle
-    return tl.where(tl.arange(0, fmap.parts * fmap.half) < fmap.half, 1.0, second)
+    return tl.where(tl.arange(0, fmap.parts * fmap.half) < fmap.half, 1.0, -1.0)
 
 
 @triton.jit
@@ -160,28 +156,16 @@ def pair_sums(values, fmap):
 
 
 @triton.jit
-def rotate(values, batch, tokens, real, fmap):
-    """Multiply by cos θ (first part) and sin θ (second part) of each token."""
-    offsets = batch.to(tl.int64) * fmap.angle_batch + tokens
-    cosine = tl.load(fmap.cosine + offsets, mask=real, other=0.0)
-    sine = tl.load(fmap.sine + offsets, mask=real, other=0.0)
-    first = tl.arange(0, fmap.parts * fmap.half) < fmap.half
-    return values * tl.where(first[None, :], cosine[:, None], sine[:, None])
-
-
-@triton.jit
-def activate(y, halves, batch, tokens, real, fmap):
+def activate(y, halves, real, fmap):
     """Compute features `[T, M]` and their log scale `[T]` from y. Selections instead of minima propagate NaN."""
     _, inside = feature_indices(fmap)
-    length: tl.constexpr = tokens.shape[0]
+    length: tl.constexpr = y.shape[0]
     scale = tl.zeros((length,), tl.float32)
     if fmap.activation == "elu":
         below = tl.where(y > 0, 0.0, y)
         values = tl.where(y > 0, y + 1, fmap.alpha * (tl.exp(below) - 1) + 1)
-    elif (fmap.activation == "relu") or (fmap.activation == "rotated-relu"):
+    elif fmap.activation == "relu":
         values = tl.where(y < 0, 0.0, y) + fmap.epsilon
-        if fmap.activation == "rotated-relu":
-            values = rotate(values, batch, tokens, real, fmap)
     elif fmap.activation == "softmax-pair":
         first = (tl.arange(0, fmap.parts * fmap.half) < fmap.half)[None, :]
         logits = tl.where(inside[None, :], y, float("-inf"))
@@ -219,7 +203,7 @@ def features(x, batch, head, tokens, real, fmap):
         scale = tl.where(real, scale, float("-inf"))
     else:
         y, halves = products(x, batch, head, tokens, real, fmap)
-        values, scale = activate(y, halves, batch, tokens, real, fmap)
+        values, scale = activate(y, halves, real, fmap)
     return values, scale
 
 
@@ -234,14 +218,14 @@ def map_tokens(x, out, log_scale, fmap, heads, length, both: tl.constexpr, block
     tokens = tl.program_id(1) * block + tl.arange(0, block)
     real = tokens < length
     y, halves = products(x, batch, head, tokens, real, fmap)
-    values, scale = activate(y, halves, batch, tokens, real, fmap)
+    values, scale = activate(y, halves, real, fmap)
     indices, inside = feature_indices(fmap)
     inside = real[:, None] & inside[None, :]
     features_of: tl.constexpr = (2 if both else 1) * fmap.parts * fmap.width
     offsets = (pair.to(tl.int64) * length + tokens)[:, None] * features_of + indices[None, :]
     tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside)
     if both:
-        values, _ = activate(-y, halves, batch, tokens, real, fmap)
+        values, _ = activate(-y, halves, real, fmap)
         tl.store(out + offsets + fmap.width, values.to(out.dtype.element_ty), mask=inside)
     if log_scale is not None:
         tl.store(log_scale + pair.to(tl.int64) * length + tokens, scale, mask=real)
@@ -258,23 +242,23 @@ def map_gradients(x, gradient, before, fmap, heads, length, both: tl.constexpr, 
     tokens = tl.program_id(1) * block + tl.arange(0, block)
     real = tokens < length
     y, halves = products(x, batch, head, tokens, real, fmap)
-    values, _ = activate(y, halves, batch, tokens, real, fmap)
+    values, _ = activate(y, halves, real, fmap)
     indices, inside = feature_indices(fmap)
     inside = real[:, None] & inside[None, :]
     first = gradient.data + batch.to(tl.int64) * gradient.batch + head.to(tl.int64) * gradient.head
     offsets = tokens.to(tl.int64)[:, None] * gradient.token + indices[None, :]
     upstream = tl.load(first + offsets, mask=inside, other=0.0)
-    back = slopes(y, values, upstream, batch, tokens, real, fmap)
+    back = slopes(y, values, upstream, real, fmap)
     if both:
-        values, _ = activate(-y, halves, batch, tokens, real, fmap)
+        values, _ = activate(-y, halves, real, fmap)
         upstream = tl.load(first + offsets + fmap.width, mask=inside, other=0.0)
-        back -= slopes(-y, values, upstream, batch, tokens, real, fmap)
+        back -= slopes(-y, values, upstream, real, fmap)
     first = before.data + batch.to(tl.int64) * before.batch + head.to(tl.int64) * before.head
     tl.store(first + tokens.to(tl.int64)[:, None] * before.token + indices[None, :], back, mask=inside)
 
 
 @triton.jit
-def slopes(y, values, gradient, batch, tokens, real, fmap):
+def slopes(y, values, gradient, real, fmap):
     """Compute from the gradient of the features what each adds to that of y `[T, M]`, the numbers before an activation:
     both features of a pair add to the same number."""
     _, inside = feature_indices(fmap)
@@ -282,8 +266,6 @@ def slopes(y, values, gradient, batch, tokens, real, fmap):
         back = gradient * tl.where(y > 0, 1.0, values + (fmap.alpha - 1))
     elif fmap.activation == "relu":
         back = tl.where(y > 0, gradient, 0.0)
-    elif fmap.activation == "rotated-relu":
-        back = tl.where(y > 0, rotate(gradient, batch, tokens, real, fmap), 0.0)
     elif fmap.activation == "softmax-pair":
         back = values * (gradient - pair_sums(values * gradient, fmap))
     elif fmap.activation == "exp":
@@ -310,7 +292,7 @@ def through(x, values, gradient, batch, head, tokens, real, fmap):
         back = tl.where(real[:, None], gradient, 0.0)
     else:
         y, _ = products(x, batch, head, tokens, real, fmap)
-        back = slopes(y, values, gradient, batch, tokens, real, fmap)
+        back = slopes(y, values, gradient, real, fmap)
         if fmap.parts == 2:
             columns = tl.arange(0, fmap.parts * fmap.half) % fmap.half
             same = columns[:, None] == tl.arange(0, fmap.half)[None, :]
