@@ -26,6 +26,10 @@ class AttentionShape:
     max_length: int | None = None
     #: Whether the layer is causal.
     causal: bool = False
+    #: The bound of all logits, where the model has one (`ops.terms.Terms.softcap`).
+    softcap: float | None = None
+    #: The distance from which on the model's position bias is constant.
+    bias_reach: int = 0
 
     @property
     def token_bytes(self) -> int:

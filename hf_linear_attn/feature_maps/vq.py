@@ -36,7 +36,8 @@ class VQFeatureMap(FeatureMap):
     """`φ_q(q) = exp(τ C q + b)`, `φ_k(k) = softmax(β (C k - ‖c‖²/2))`, rows of C `[m, d]` the codes: m features.
 
     The weight `φ_q(q)·φ_k(k)` is `exp(τ q·c + b_c)` for a key whose code is c: that of softmax attention for the
-    quantized key (Lingle 2023, arXiv:2309.16354), on the same scale as exact weights beside it in a window. Keys are
+    quantized key (Lingle 2023, arXiv:2309.16354), on the same scale as exact weights beside it in a window; where the
+    model caps its logits, `τ q·c` is capped like any of them. Keys are
     assigned softly, by the posterior of a mixture of Gaussians of precision β around the codes; b makes up for the
     spread of the keys around their code. Queries and keys have weights and biases of their own, `[heads, d, m]` and
     `[heads, m]`, which start at these values and are free in training.
@@ -59,7 +60,7 @@ class VQFeatureMap(FeatureMap):
         self.key_bias = constant_parameter(shape.num_key_value_heads, options.num_features, value=-0.5)
 
     def fused(self, scaling: float) -> FusedMaps | None:
-        query = FusedMap("exp", self.query_weight, self.query_bias, in_scale=scaling)
+        query = FusedMap("exp", self.query_weight, self.query_bias, in_scale=scaling, softcap=self.shape.softcap)
         return query, FusedMap("softmax", self.key_weight, self.key_bias)
 
     @torch.no_grad()

@@ -15,9 +15,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.head_mixture import linear_mechanism
 from ..ops.common import State
+from ..ops.terms import Terms
 from ..utils.models import BOUNDARY_ARGUMENTS
 from .cache import LinearStateLayer, self_attention_cache, state_layer
-from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
+from .context import (
+    IMPLEMENTATION,
+    SUBMODULE,
+    InterfaceCall,
+    LayerContext,
+    forward_context,
+    in_memory,
+    layer_context,
+)
 from .discovery import Direction, config_value, declared_direction
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask, padding_of
@@ -27,9 +36,7 @@ from .packing import BOUNDARIES, boundaries_of, document_numbers, documents_of, 
 logger = logging.getLogger(__name__)
 
 #: Arguments of the interface that change the weights, or bring keys from elsewhere, in ways unknown to the mechanisms.
-UNSUPPORTED = frozenset(
-    ("position_bias", "softcap", "s_aux", "cu_seqlens", "block_indices", "indices", "block_table", "cache")
-)
+UNSUPPORTED = frozenset(("cu_seqlens", "block_indices", "indices", "block_table", "cache"))
 
 
 def linear_attention_forward(
@@ -72,7 +79,18 @@ def linear_attention_forward(
     if not causal or context.causal is None:
         attention_mask = padding_of(attention_mask)
     call = InterfaceCall(
-        module, context, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
+        module,
+        context,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        scaling,
+        causal,
+        is_causal,
+        kwargs,
+        terms=terms_of(context, kwargs),
     )
     _check_direction(call, declared)
     if context.masks_causal and attention_mask is not None and attention_mask.dim() == 2:
@@ -81,6 +99,18 @@ def linear_attention_forward(
     if context.ranks is not None:
         _check_slice(call, boundaries)
     return _attend(call) if boundaries is None else _attend_packed(call, boundaries)
+
+
+def terms_of(context: LayerContext, kwargs: dict[str, Any]) -> Terms | None:
+    """Return what the arguments of a self-attention call add to its logits.
+
+    A patched model passes its position bias as a table of distances (see `adapters`).
+    """
+    if context.causal is None:
+        return None
+    bias = kwargs.get("position_bias")
+    values = kwargs.get("s_aux"), kwargs.get("softcap") or None, None if bias is None else bias[0, :, 0]
+    return None if all(value is None for value in values) else Terms(*values)
 
 
 def _check_direction(call: InterfaceCall, declared: Direction) -> None:
@@ -144,7 +174,7 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
     tensors = (call.query, call.key, call.value)
     if call.mask is not None and call.mask.dim() == 4:
         mask: Tensor | None = _check_full_mask(call, mechanism, layer)
-        inputs = AttentionInputs(*tensors, call.scaling, call.causal, mask)
+        inputs = AttentionInputs(*tensors, call.scaling, call.causal, mask, terms=call.terms)
         out = mechanism.dense_forward(inputs)
     else:
         mask, length = call.mask, call.key.shape[2]
@@ -171,6 +201,7 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
             return_state=layer is not None,
             first_call=call.first_call,
             ranks=call.context.ranks,
+            terms=call.terms,
         )
         out, state_after = mechanism(inputs)
         if layer is not None:
@@ -212,6 +243,7 @@ def _check_slice(call: InterfaceCall, boundaries: Tensor | None) -> None:
         "packed documents": boundaries is not None,
         "a full attention mask": call.mask is not None and call.mask.dim() == 4,
         "exact attention": call.context.runs_exactly,
+        "terms in the logits": call.terms is not None,
         "output_attentions": attention_weights_requested(call.kwargs),
     }
     refused = [reason for reason, applies in reasons.items() if applies]

@@ -20,6 +20,7 @@ from ..config import LayerConfig
 from ..ops.calls import AttentionInputs
 from ..ops.common import ACCELERATE_HOOK
 from ..ops.ranks import Ranks
+from ..ops.terms import Terms
 
 #: Name of our attention implementation, in Transformers' interface and in the `config.json` of patched checkpoints.
 IMPLEMENTATION = "hf_linear_attn"
@@ -76,6 +77,7 @@ class InterfaceCall:
     is_causal: bool | None
     kwargs: dict[str, Any]
     first_call: bool = True
+    terms: Terms | None = None
 
     @property
     def label(self) -> str:

@@ -4,8 +4,8 @@ Attributes of the modules and fields of their configs decide where they say enou
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class AttentionLayer:
         cross: Whether it attends to another sequence.
         span: "full", or what part of the sequence the layer attends to ("sliding window of 128", …).
         obstacle: Why this layer cannot be linear, or "".
+        terms: The names of the terms that it adds to its logits (`ops.terms.Terms`).
         masks_causal: Whether its model makes causal masks for it, though it is bidirectional by its class or config: it
             goes by its mask in calls with padding, then, and by its flag in others, as exact attention does.
     """
@@ -49,6 +50,7 @@ class AttentionLayer:
     obstacle: str
     causal: bool
     masks_causal: bool = False
+    terms: tuple[str, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -69,7 +71,8 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             against = None if cross else _masks_against_flag(module, causal, around)
             if against is not None and not getattr(around, "_supports_sdpa", False):
                 causal, against = against, None  # Its only implementation, eager attention, reads masks only.
-            layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, bool(against)))
+            found = AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, bool(against))
+            layers.append(found if cross else replace(found, terms=tuple(_terms(module))))
     return layers
 
 
@@ -188,7 +191,8 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
     groups = getattr(module, "num_key_value_groups", None)
     kv_heads = heads // groups if groups else _first(module, ("num_key_value_heads",)) or heads
     value_dim = _first(module, ("v_head_dim",)) or head_dim
-    return AttentionShape(heads, kv_heads, head_dim, value_dim, index, max_length, layer.causal)
+    sizes = heads, kv_heads, head_dim, value_dim
+    return AttentionShape(*sizes, index, max_length, layer.causal, softcap=softcap_of(module))
 
 
 def predicts_next_tokens(model: PreTrainedModel) -> bool:
@@ -239,18 +243,28 @@ def _span(module: nn.Module) -> str:
     return "full"
 
 
+def softcap_of(module: nn.Module) -> float | None:
+    """Return the bound of the logits of a module that caps them, else None."""
+    if not source_guards.caps_logits(type(module)):
+        return None
+    cap: Any = getattr(module, "attn_logit_softcapping", None) or config_value(module, "attn_logit_softcapping")
+    return cap or None
+
+
+def _terms(module: nn.Module) -> Iterator[str]:
+    if getattr(module, "sinks", None) is not None and source_guards.passes_sinks(type(module)):
+        yield "sink"
+    if softcap_of(module):
+        yield "softcap"
+
+
 def _obstacle(module: nn.Module) -> str:
     """Return why a module cannot be linear, by its flags and config first, else by its source; or ""."""
     cls = type(module)
     if getattr(module, "has_relative_attention_bias", False):
         return source_guards.POSITION_BIAS
-    soft_cap = getattr(module, "attn_logit_softcapping", None) or config_value(module, "attn_logit_softcapping")
     if reason := source_guards.obstacle(cls):
         return reason
-    if soft_cap and source_guards.caps_logits(cls):
-        return "caps its logits (softcap), which a product of feature maps cannot express"
-    if getattr(module, "sinks", None) is not None and source_guards.passes_sinks(cls):
-        return "adds learned attention sinks to its softmax"
     stores = getattr(module, "store_full_length_kv", False) and config_value(module, "num_kv_shared_layers", 1)
     if stores or getattr(module, "is_kv_shared_layer", False):
         return "shares its keys and values with other layers, and a state does not keep them"

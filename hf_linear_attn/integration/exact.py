@@ -4,7 +4,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from transformers.utils import output_capturing
 
 from ..config import check_integers, layer_number
 from ..mechanisms.base import AttentionInputs, LinearAttention
-from ..mechanisms.softmax import softmax_weights
+from ..mechanisms.softmax import exact_weights
+from ..ops.terms import Terms
 from .context import InterfaceCall, attention_modules, in_memory, layer_context
 from .discovery import self_attention
 from .mask import check_length, full_mask_to_bool
@@ -36,6 +37,7 @@ class AttentionCall:
         causal: Whether a token sees earlier ones only.
         output: `[B, H, L, e]`, exact.
         start: Position of the first query in a bidirectional call of some of the queries; None otherwise.
+        terms: What the model adds to its logits.
     """
 
     module: nn.Module
@@ -49,6 +51,7 @@ class AttentionCall:
     causal: bool
     output: Tensor
     start: int | None = None
+    terms: Terms | None = None
 
     def real_queries(self) -> Tensor:
         """Return `[B, H, L]`: the queries that are real tokens and see a key, not those of padding."""
@@ -59,7 +62,7 @@ class AttentionCall:
 
     def exact_weights(self) -> Tensor:
         """Return the softmax weights `[B, H, L, S]`."""
-        return softmax_weights(self.query, self.key, self.allowed, self.scaling)
+        return exact_weights(replace(self.inputs(), mask=self.allowed))
 
     def linear_weights(self) -> Tensor:
         """Return the weights that the mechanism implies for the same inputs, `[B, H, L, S]`."""
@@ -80,7 +83,7 @@ class AttentionCall:
     def inputs(self) -> AttentionInputs:
         """Return what the mechanism receives."""
         tensors = (self.query, self.key, self.value)
-        return AttentionInputs(*tensors, self.scaling, self.causal, self.padding, start=self.start)
+        return AttentionInputs(*tensors, self.scaling, self.causal, self.padding, start=self.start, terms=self.terms)
 
 
 Observer = Callable[[AttentionCall], Tensor | None]
@@ -138,7 +141,9 @@ def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[T
         padding = allowed if call.mask is not None and call.mask.dim() == 4 else call.mask
         tensors = (call.query, call.key, call.value, padding, allowed)
         replaced = observer(
-            AttentionCall(call.module, mechanism, *tensors, call.scaling, call.causal, out.transpose(1, 2))
+            AttentionCall(
+                call.module, mechanism, *tensors, call.scaling, call.causal, out.transpose(1, 2), terms=call.terms
+            )
         )
         out = out if replaced is None else replaced.transpose(1, 2)
     return out, weights
@@ -183,7 +188,9 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     module = _as_before(call.module, implementation) if "flash" in implementation else call.module
     out, weights = function(module, query, key, value, full, dropout=call.dropout, scaling=call.scaling, **kwargs)
     if weights is None and attention_weights_requested(kwargs):
-        weights = softmax_weights(query, key, full_mask_to_bool(call.visible()), call.scaling).to(value.dtype)
+        visible = full_mask_to_bool(call.visible())
+        inputs = AttentionInputs(query, key, value, call.scaling, call.causal, visible, terms=call.terms)
+        weights = exact_weights(inputs).to(value.dtype)
     return out, weights
 
 

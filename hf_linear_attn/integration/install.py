@@ -145,10 +145,10 @@ def _warn_of_flags(root: PreTrainedModel, layers: Sequence[AttentionLayer]) -> N
 
 def build_mechanisms(model: PreTrainedModel, planned: Plan, max_length: int | None) -> dict[int, LinearAttention]:
     """Build the mechanism of every planned layer, on its device and in its dtype; the model stays as it is."""
-    built = {
-        index: _build(model, layer, config, attention_shape(layer, index, max_length))
-        for index, (layer, config) in planned.items()
-    }
+    built = {}
+    for index, (layer, config) in planned.items():
+        built[index] = _build(model, layer, config, attention_shape(layer, index, max_length))
+        built[index].check_terms(layer.terms, f"Layer {index} ({layer.name}, {type(layer.module).__name__})")
     # Mechanisms that share parameters across layers take those of the first layer of their kind.
     owners: dict[tuple[type, str, int], LinearAttention] = {}
     for outer in built.values():

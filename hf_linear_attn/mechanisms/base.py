@@ -1,6 +1,7 @@
 """The base class of attention mechanisms: modules from q, k, v and a mask to outputs, with or without a state."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,10 @@ from ..feature_maps.base import AttentionShape, FeatureMap
 from ..ops.calls import AttentionInputs
 from ..ops.common import State, compute_dtype
 from ..registry import ATTENTIONS, AttentionEntry
+
+#: The terms that a model may add to its logits, by the names of `ops.terms.Terms`, as messages name them.
+TERM_NAMES = {"sink": "attention sinks", "softcap": "a cap of the logits", "bias": "a relative position bias"}
+EVERY_TERM = frozenset(TERM_NAMES)
 
 
 class LinearAttention(nn.Module):
@@ -26,6 +31,8 @@ class LinearAttention(nn.Module):
     dense_masks = False
     #: Directions in which a sequence may be split over processes (`AttentionInputs.ranks`): True stands for causal.
     context_parallel: frozenset[bool] = frozenset()
+    #: The terms of a model's logits that the mechanism applies, by their names in `ops.terms.Terms`.
+    served_terms: frozenset[str] = frozenset()
     #: Whether the implied weights of a query are a distribution over keys (non-negative, summing to 1).
     distribution = True
     #: Whether `attention_weights` and `outside` work for some of the queries, so that memory can be bounded.
@@ -66,6 +73,8 @@ class LinearAttention(nn.Module):
         if self.entry is not None:
             self.entry.check_direction(inputs.causal)
         self.check_mask(inputs.mask)
+        if inputs.terms is not None:
+            self.check_terms(inputs.terms.names())
         if not inputs.causal and (inputs.state is not None or inputs.return_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
         feature_map: FeatureMap | None = getattr(self, "feature_map", None)
@@ -78,6 +87,15 @@ class LinearAttention(nn.Module):
             raise NotImplementedError(
                 f"This mechanism cannot apply a 4D attention mask of shape {tuple(mask.shape)} (packed documents, a "
                 "prefix, or one made by hand). Pass a 2D padding mask, or use a kernelized mechanism."
+            )
+
+    def check_terms(self, names: Iterable[str], label: str = "This layer") -> None:
+        """Raise a NotImplementedError on terms of a model's logits that the mechanism cannot apply."""
+        refused = [TERM_NAMES[name] for name in names if name not in self.served_terms]
+        if refused:
+            raise NotImplementedError(
+                f"{label} adds {' and '.join(refused)} to its logits, which this mechanism cannot apply. Use 'window' "
+                "(or 'scatterbrain'), which does, or give the layer 'softmax'."
             )
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:

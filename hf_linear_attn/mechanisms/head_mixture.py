@@ -11,9 +11,10 @@ from ..config import CacheDtype
 from ..feature_maps.base import AttentionShape
 from ..ops.common import State
 from ..ops.prepared import prepare_with_exact, run_prepared
+from ..ops.terms import Terms
 from ..registry import AttentionEntry
 from .base import AttentionInputs, LinearAttention
-from .softmax import attend_exactly, head_token_bytes, softmax_attention, softmax_weights
+from .softmax import attend_exactly, exact_weights, head_token_bytes, softmax_attention
 
 #: Prefix of the entries of the state that belong to the exact heads.
 PREFIX = "exact_"
@@ -70,7 +71,15 @@ class HeadMixture(LinearAttention):
         self.mechanism = mechanism
         self.exact_heads = tuple(sorted(chosen))
         self.cache_dtype: CacheDtype = getattr(self.options, "cache_dtype", cache_dtype)
-        names = "dense_masks", "distribution", "separable_queries", "sampled_outputs", "transfer_loss", "transfer_lr"
+        names = (
+            "dense_masks",
+            "served_terms",
+            "distribution",
+            "separable_queries",
+            "sampled_outputs",
+            "transfer_loss",
+            "transfer_lr",
+        )
         for name in names:
             setattr(self, name, getattr(mechanism, name))
 
@@ -89,13 +98,12 @@ class HeadMixture(LinearAttention):
 
     def dense_forward(self, inputs: AttentionInputs) -> Tensor:
         linear, exact = self._split_inputs(inputs)
-        out = softmax_attention(exact.query, exact.key, exact.value, exact.mask, exact.scaling)
+        out = softmax_attention(*exact.tensors, exact.mask, exact.scaling, terms=exact.terms)
         return self._join(self.mechanism.dense_forward(linear), out)
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         linear, exact = self._split_inputs(inputs)
-        weights = softmax_weights(exact.query, exact.key, exact.visible(), exact.scaling)
-        return self._join(self.mechanism.attention_weights(linear), weights)
+        return self._join(self.mechanism.attention_weights(linear), exact_weights(exact))
 
     def outside(self, inputs: AttentionInputs) -> Tensor | None:
         linear, exact = self._split_inputs(inputs)
@@ -155,9 +163,17 @@ class HeadMixture(LinearAttention):
             # The mechanism may write over its part of an `InPlaceState`.
             linear_state = type(state)({name: state[name] for name in state if not name.startswith(PREFIX)})
             states = linear_state, {name: state[name] for name in state if name.startswith(PREFIX)}
-        parts = zip(*map(self._split, (inputs.query, inputs.key, inputs.value)), masks, states, strict=True)
-        linear, exact = (replace(inputs, query=q, key=k, value=v, mask=m, state=s) for q, k, v, m, s in parts)
+        terms = (None, None) if inputs.terms is None else self._split_terms(inputs.terms)
+        parts = zip(*map(self._split, inputs.tensors), masks, states, terms, strict=True)
+        linear, exact = (
+            replace(inputs, query=q, key=k, value=v, mask=m, state=s, terms=t) for q, k, v, m, s, t in parts
+        )
         return linear, exact
+
+    def _split_terms(self, terms: Terms) -> tuple[Terms, Terms]:
+        """Return what is added to the logits of the mechanism's heads and of the exact ones."""
+        linear = terms.apply(lambda tensor: self._split(tensor.unsqueeze(0))[0][0])
+        return linear, terms.apply(lambda tensor: self._split(tensor.unsqueeze(0))[1][0])
 
     def _join(self, linear: Tensor, exact: Tensor) -> Tensor:
         """Put the heads `[B, H, L, x]` of the mechanism and the exact ones into their places."""

@@ -9,12 +9,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..config import CacheDtype
 from ..feature_maps.base import AttentionShape, Options
-from ..ops.common import State, compute_dtype, mask_tokens, softmax_rows
+from ..ops.common import State, mask_tokens
 from ..ops.int8 import append, row_size, stored_dtype, to_dtype
 from ..ops.prepared import prepare_exact, run_prepared
+from ..ops.terms import Terms, attend_with_terms, distances, weights_with_terms
 from ..registry import register_attention
 from ..utils.options import option
-from .base import AttentionInputs, LinearAttention
+from .base import EVERY_TERM, AttentionInputs, LinearAttention
 
 #: The name of exact attention in the registry.
 EXACT = "softmax"
@@ -45,6 +46,7 @@ class SoftmaxAttention(LinearAttention):
     """
 
     dense_masks = True
+    served_terms = EVERY_TERM
     options: SoftmaxOptions
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
@@ -55,10 +57,10 @@ class SoftmaxAttention(LinearAttention):
         return out, prepare_exact(self, inputs, after) if inputs.return_state else None
 
     def dense_forward(self, inputs: AttentionInputs) -> Tensor:
-        return softmax_attention(inputs.query, inputs.key, inputs.value, inputs.visible(), inputs.scaling)
+        return softmax_attention(*inputs.tensors, inputs.visible(), inputs.scaling, terms=inputs.terms)
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
-        return softmax_weights(inputs.query, inputs.key, inputs.visible(), inputs.scaling)
+        return exact_weights(inputs)
 
     @property
     def exact_length(self) -> int:
@@ -97,16 +99,23 @@ def attend_exactly(inputs: AttentionInputs, cache_dtype: CacheDtype) -> tuple[Te
         after = {"exact_key": stored_key, "exact_value": stored_value}
     if mask is not None:
         after["exact_mask"] = mask
-    lower_triangle = inputs.causal and mask is None and not state
+    lower_triangle = inputs.causal and mask is None and not state and inputs.terms is None
     if query.shape[2] != length:  # a branch, since `is_causal` must be no symbol under `torch.compile`
         lower_triangle = False
     needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
     allowed = replace(inputs, key=key, mask=mask).visible() if needs_mask else None
-    return softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after
+    out = softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle, terms=inputs.terms)
+    return out, after
 
 
 def softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scaling: float, causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    scaling: float,
+    causal: bool = False,
+    terms: Terms | None = None,
 ) -> Tensor:
     """Return exact attention `[B, H, L, e]`; zeros in a row that sees no key.
 
@@ -115,24 +124,23 @@ def softmax_attention(
         allowed: `[B | 1, H | 1, L, S]`, True where a query sees a key; None where each sees all, or all up to its own.
         scaling: τ, the factor of `q·k`.
         causal: Whether each query sees the keys up to its own only (without `allowed`, for as many queries as keys).
+        terms: What the model adds to its logits.
     """
     # Under autocast rotary positions give float32 queries and keys, and the projection half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)
+    if terms is not None:
+        distance = distances(query.shape[2], key.shape[2], None, query.device)
+        if causal:
+            allowed = (distance >= 0)[None, None]
+        return attend_with_terms(query, key, value, allowed, scaling, terms, distance)
     out = scaled_dot_product_attention(
         query, key, value, attn_mask=allowed, is_causal=causal, scale=scaling, enable_gqa=True
     )
     return out if allowed is None else out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
 
 
-def softmax_weights(query: Tensor, key: Tensor, allowed: Tensor, scaling: float) -> Tensor:
-    """Return the exact weights `[B, H, L, S]`; zeros in a row that sees no key.
-
-    Args:
-        query: `[B, H, L, d]`; key is `[B, G, S, d]`.
-        allowed: `[B | 1, H | 1, L, S]`, True where a query sees a key.
-        scaling: τ, the factor of `q·k`.
-    """
-    dtype = compute_dtype(query)
-    keys = key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    logits = (query.to(dtype) @ keys.transpose(-1, -2)) * scaling
-    return softmax_rows(logits, allowed)
+def exact_weights(inputs: AttentionInputs) -> Tensor:
+    """Return the exact weights `[B, H, L, S]`; zeros in a row that sees no key."""
+    query, key = inputs.query, inputs.key
+    distance = distances(query.shape[2], key.shape[2], inputs.start, query.device)
+    return weights_with_terms(query, key, inputs.visible(), inputs.scaling, inputs.terms, distance)

@@ -18,7 +18,7 @@ from ..ops.prepared import prepare, run_prepared
 from ..ops.sinks import end_positions, sink_pairs
 from ..registry import FEATURE_MAPS, build_options, register_attention, seed_options
 from ..utils.options import option
-from .base import AttentionInputs, LinearAttention
+from .base import EVERY_TERM, AttentionInputs, LinearAttention
 from .softmax import softmax_attention
 
 #: Tokens outside the window of a decoder that weigh in full. Without a bound their common weight grows with the length
@@ -76,9 +76,17 @@ class HybridOptions(Options):
 
 
 class HybridAttention(LinearAttention):
-    """Base class of the hybrids. Subclasses implement `forward`, and say which keys have exact weights."""
+    """Base class of the hybrids. Subclasses implement `forward`, and say which keys have exact weights.
+
+    They serve every term of a model's logits (`ops.terms`). A position bias is constant outside of the window, which is
+    therefore at least as wide as the distances at which the bias changes.
+    """
+
+    served_terms = EVERY_TERM
 
     def __init__(self, shape: AttentionShape, options: Any) -> None:
+        if options.window_size < shape.bias_reach:
+            options = replace(options, window_size=shape.bias_reach)
         super().__init__(shape, options)
         entry, values = FEATURE_MAPS.get(options.feature_map), dict(options.feature_map_options)
         if hasattr(options, "seed"):  # of all that the mechanism draws
@@ -92,7 +100,7 @@ class HybridAttention(LinearAttention):
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         call = self._call(inputs, self._log_mix(inputs))
-        return ops.dense_windowed_weights(call, self._inside(inputs), inputs.visible())
+        return ops.dense_windowed_weights(call, self._inside(inputs), inputs.visible(), inputs.start)
 
     def outside(self, inputs: AttentionInputs) -> Tensor:
         return inputs.visible() & ~self._inside(inputs)
@@ -221,7 +229,7 @@ class WindowAttention(HybridAttention):
         if self._may_warn and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._warn_if_closed()
         if inputs.ranks is None and self._is_within_window(inputs):
-            return softmax_attention(*inputs.tensors, None, inputs.scaling, inputs.causal), None
+            return softmax_attention(*inputs.tensors, None, inputs.scaling, inputs.causal, inputs.terms), None
         if inputs.ranks is not None:
             if not inputs.causal:
                 if self.options.saturation is not None:

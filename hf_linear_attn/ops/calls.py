@@ -17,6 +17,7 @@ from torch import Tensor
 from .common import FeatureFunction, State
 from .formulas import FusedMap, FusedMaps
 from .ranks import Ranks
+from .terms import Terms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,7 @@ class AttentionInputs:
             queries are the last ones of the keys.)
         ranks: the processes of context parallelism, where queries, keys, values and mask are those of one slice of the
             sequence; None otherwise. Only mechanisms with `context_parallel` receive it.
+        terms: what the model adds to its logits; None for nothing. Only mechanisms that serve them receive them.
     """
 
     query: Tensor
@@ -53,6 +55,7 @@ class AttentionInputs:
     first_call: bool = True
     start: int | None = None
     ranks: Ranks | None = None
+    terms: Terms | None = None
 
     def __len__(self) -> int:
         """Return B. PEFT asks for it where rows have adapters of their own, before it says what it cannot mix."""
@@ -66,7 +69,8 @@ class AttentionInputs:
     @property
     def settings(self) -> dict[str, Any]:
         """What a `BackendCall` takes over, beside the tensors."""
-        return {"causal": self.causal, "mask": self.mask, "state": self.state, "return_state": self.return_state}
+        names = ("causal", "mask", "state", "return_state", "terms")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def padding(self) -> Tensor | None:
@@ -125,6 +129,7 @@ class _FeatureCall:
         mask: `[B | 1, S]`, True for tokens; None without padding.
         state: The state before these tokens (causal form).
         return_state: Whether the state after the last token is needed.
+        terms: What the model adds to its logits.
     """
 
     query: Tensor
@@ -139,12 +144,14 @@ class _FeatureCall:
     mask: Tensor | None = None
     state: State | None = None
     return_state: bool = False
+    terms: Terms | None = None
 
     def needs_grad(self) -> bool:
         """Return whether a gradient is recorded for an input, the state, a map or a tensor of mixing weights."""
         if not torch.is_grad_enabled():
             return False
-        values = (*vars(self).values(), *(self.state or {}).values(), *(self.fused or ()))
+        terms = () if self.terms is None else self.terms.tensors()
+        values = (*vars(self).values(), *(self.state or {}).values(), *(self.fused or ()), *terms)
         return any(value.requires_grad for value in values if isinstance(value, Tensor | FusedMap))
 
     def replace(self, **changes: Any) -> Self:

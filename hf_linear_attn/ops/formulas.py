@@ -41,7 +41,7 @@ class FusedMap(NamedTuple):
         softmax         softmax(y)
 
     s is `in_scale`, c_b `bias_scale`, α `alpha`, ε `epsilon` and c `factor`; weight W `[heads | 1, d, f]`, bias b
-    `[heads | 1, f]`. Gradients flow to weight and bias.
+    `[heads | 1, f]`. Gradients flow to weight and bias. With a `softcap` C, `s x W` is within it: `C tanh(s x W / C)`.
     """
 
     activation: str
@@ -52,6 +52,7 @@ class FusedMap(NamedTuple):
     alpha: float = 1.0
     epsilon: float = 0.0
     factor: float = 1.0
+    softcap: float | None = None
 
     def width(self, head_dim: int) -> int:
         """Return f, the width before the activation."""
@@ -67,6 +68,8 @@ class FusedMap(NamedTuple):
         if self.weight is not None:
             weight = self.weight[0] if self.weight.shape[0] == 1 else self.weight  # one product for all heads
             y = x @ weight.to(x.dtype)
+        if self.softcap is not None:
+            y = self.softcap * torch.tanh(y / self.softcap)
         if self.bias is not None:
             y = torch.add(y, self.bias.to(x.dtype).unsqueeze(-2), alpha=self.bias_scale)
         if self.activation == "softmax":

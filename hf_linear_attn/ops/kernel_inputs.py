@@ -18,6 +18,8 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
     Every decoding step runs this code, so that it is terse.
     """
     query, key, value, fused = call.query, call.key, call.value, call.fused
+    if call.terms is not None:
+        return "terms of the model in the logits need torch operations"
     compiling = torch.compiler.is_compiling()
     if compiling and device_types != ("cpu",):
         return "torch.compile traces torch operations only"

@@ -77,7 +77,7 @@ def prepare_with_exact(
 def prepare_exact(mechanism: nn.Module, inputs: AttentionInputs, after: State) -> State:
     """Return the state of a layer of exact heads alone, with the next step prepared after a step that may be one."""
     dtype = inputs.query.dtype
-    if torch.compiler.is_compiling() or not isinstance(inputs.state, InPlaceState):
+    if torch.compiler.is_compiling() or not isinstance(inputs.state, InPlaceState) or inputs.terms is not None:
         return after
     if inputs.query.shape[2] != 1 or dtype not in DTYPES or backends.get_backend() not in ("auto", "native"):
         return after

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .calls import WindowedCall
 from .common import State, mask_tokens
 from .int8 import to_dtype
+from .terms import attend_with_terms
 
 
 class Sinks(NamedTuple):
@@ -26,9 +27,13 @@ class Sinks(NamedTuple):
     value: Tensor
     position: Tensor
 
+    def distance(self, rows: Tensor) -> Tensor:
+        """Return how far the sinks are before each row, `[n, c] -> [B, n, c, s]`."""
+        return rows[..., None] - self.position[:, None, None, :]
+
     def outside(self, rows: Tensor, window: int, causal: bool) -> Tensor:
         """Return which sinks are outside the window of each row, and seen by it: rows `[n, c]` -> `[B, n, c, s]`."""
-        distance = rows[..., None] - self.position[:, None, None, :]
+        distance = self.distance(rows)
         return (distance >= window) if causal else (distance.abs() >= window)
 
 
@@ -128,8 +133,12 @@ def attend_from_sinks(out: Tensor, call: WindowedCall, sinks: Sinks | None) -> T
         allowed = (mask | ~mask.any(dim=1, keepdim=True))[:, None, None, :]  # a row without tokens: zeros
     if query.dtype == torch.float16:  # whose range is too small for logits
         query, key, value = query.float(), key.float(), value.float()
-    folded = query.reshape(key.shape[0], key.shape[1], -1, key.shape[3])
-    exact = scaled_dot_product_attention(folded, key, value, attn_mask=allowed, scale=call.scaling)
+    if call.terms is not None:
+        distance = sinks.position.unsqueeze(2) - torch.arange(key.shape[2], device=key.device)
+        exact = attend_with_terms(query, key, value, allowed, call.scaling, call.terms, distance)
+    else:
+        folded = query.reshape(key.shape[0], key.shape[1], -1, key.shape[3])
+        exact = scaled_dot_product_attention(folded, key, value, attn_mask=allowed, scale=call.scaling)
     exact = exact.reshape(*query.shape[:3], -1).to(out.dtype)
     # A token that stands twice gets its gradient once.
     exact = torch.where(repeated(sinks.position)[:, None, :, None], exact.detach(), exact)

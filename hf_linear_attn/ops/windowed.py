@@ -45,6 +45,7 @@ from .common import (
 from .int8 import append, to_dtype
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
+from .terms import Terms, distances
 
 #: Smallest and largest block: those of narrower windows have the smallest one.
 MIN_BLOCK, MAX_BLOCK = 32, 64
@@ -70,6 +71,25 @@ class Accumulator(NamedTuple):
 
     values: Tensor
     log_scale: Tensor
+
+
+def far_mix(call: WindowedCall) -> Tensor:
+    """Return the log mixing weights `[B | 1, H, L | 1]` with the bias of keys far before the query."""
+    log_mix, terms = call.log_mixing_weights(), call.terms
+    return log_mix if terms is None or terms.bias is None else log_mix + terms.far.unsqueeze(-1).to(log_mix.dtype)
+
+
+def capped_products(rows: Tensor, key: Tensor, terms: Terms | None) -> Tensor:
+    """Return the logits of rows `[τ q, 1]` and keys `[k, 0]`, of which the last number is no part of a capped logit."""
+    if terms is None or terms.softcap is None:
+        return rows @ key.transpose(-1, -2)
+    logits = terms.capped(rows[..., :-1] @ key[..., :-1].transpose(-1, -2))
+    return logits + key[..., -1].unsqueeze(-2)
+
+
+def head_rows(tensor: Tensor, groups: int) -> Tensor:
+    """Turn `[…, H, c, p]` into the rows of blocks, `[…, G, R·c, p]`."""
+    return tensor.unflatten(-3, (groups, -1)).flatten(-3, -2)
 
 
 class QueryRows(NamedTuple):
@@ -235,7 +255,8 @@ def make_ring(call: WindowedCall, valid: Tensor, start: int, order: Tensor | Non
 
 class _Part(NamedTuple):
     """For a block of rows and one of its neighbours: 0 in the window and `-inf` elsewhere (None: all of it is in the
-    window), and 1 for the keys that a row sees outside of its window, 0 elsewhere (None: there are none). `[R·c, c]`.
+    window), and 1 for the keys that a row sees outside of its window, 0 elsewhere (None: there are none). `[R·c, c]`;
+    with a bias of the model `[G, R·c, c]`, that bias and its factor in place of 0 and 1.
     """
 
     bias: Tensor | None
@@ -251,9 +272,9 @@ class _Blocks(NamedTuple):
     features: Features
     kv_state: KVState
 
-    def columns(self, rows: QueryRows, now: slice, part: _Part) -> Columns:
+    def columns(self, rows: QueryRows, now: slice, part: _Part, terms: Terms | None) -> Columns:
         """Return some of the blocks as columns of as many blocks of rows."""
-        logits = rows.query @ self.key[now].transpose(-1, -2)
+        logits = capped_products(rows.query, self.key[now], terms)
         logits = logits if part.bias is None else logits + part.bias
         return Columns(logits, None if part.outside is None else self.features.apply(lambda x: x[now]), part.outside)
 
@@ -271,15 +292,22 @@ def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: in
     parts, dtype = [], compute_dtype(call.query)
     index, keys = (torch.arange(length, device=call.query.device) for length in (size, width))
     repeats, least = call.query.shape[1] // call.key.shape[1], 0 if call.causal else 1 - call.window
+    terms = None if call.terms is None or call.terms.bias is None else call.terms
     for offset in offsets:
-        distance = (index.unsqueeze(-1) - keys + offset).repeat(repeats, 1)
+        near = index.unsqueeze(-1) - keys + offset
+        distance = near.repeat(repeats, 1)
         inside = (distance >= least) & (distance < call.window)
         outside = ~inside if not call.causal else distance >= call.window
         bias = torch.zeros(inside.shape, dtype=dtype, device=inside.device).masked_fill(~inside, float("-inf"))
         nearest, farthest = offset - width + 1, offset + size - 1
         all_inside = nearest >= least and farthest < call.window
         any_outside = farthest >= call.window or (not call.causal and nearest < least)
-        parts.append(_Part(None if all_inside else bias, outside.to(dtype) if any_outside else None))
+        factor = outside.to(dtype)
+        if terms is not None:
+            groups, all_inside = call.key.shape[1], False
+            bias = bias + head_rows(terms.by_distance(near).to(dtype), groups)
+            factor = factor * head_rows(terms.outside(near).to(dtype), groups)
+        parts.append(_Part(None if all_inside else bias, factor if any_outside else None))
     return parts
 
 
@@ -313,7 +341,7 @@ class _BlockedCall:
         self.key, self.value = pad_keys(call.key), pad_keys(call.value)
         self.valid, self.far = (pad_keys(real[:, None, :, None])[:, 0, :, 0] for real in (valid, far))
         self.masked = call.mask is not None or call.state is not None  # other padding is zero already
-        self.query, log_mix = self.pad_rows(call.query), call.log_mixing_weights()
+        self.query, log_mix = self.pad_rows(call.query), far_mix(call)
         self.log_mix = log_mix if log_mix.shape[2] == 1 else self.pad_rows(log_mix.unsqueeze(-1)).squeeze(-1)
         # The neighbours of a free number of blocks are joined: a graph of a few products is traced sooner.
         width = (self.reach + 1 + self.ahead) * self.size if self.free else self.size
@@ -390,9 +418,12 @@ class _BlockedCall:
         near = [slice(shift, shift + count) for shift in range(self.reach + 1 + self.ahead)]
         if self.free:
             keys, near = keys.joined(near), [slice(None)]
-        pairs = [(keys.columns(rows, now, part), keys.value[now]) for now, part in zip(near, self.parts, strict=True)]
+        terms, parts = self.call.terms, zip(near, self.parts, strict=True)
+        pairs = [(keys.columns(rows, now, part, terms), keys.value[now]) for now, part in parts]
         if self.sinks is not None:
             pairs.append(_sink_columns(self.sinks, rows, start * self.size, self.call))
+        if terms is not None and terms.sink is not None:
+            pairs.append(_keyless_column(terms.sink, rows, keys.value))
         columns, values = zip(*pairs, strict=True)
         weights, total, top = _far_and_near(features, columns, far)
         for weight, value in zip(weights, values, strict=True):
@@ -429,8 +460,19 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
     outside = sinks.outside(numbers, call.window, call.causal).movedim(1, 0)
     key = functional.pad(sinks.key.to(rows.query.dtype), (0, 1))
     hidden = ~outside.repeat(1, 1, repeats, 1).unsqueeze(2)
-    logits = (rows.query @ key.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
-    return Columns(logits), with_ones(sinks.value.to(rows.query.dtype))
+    logits = capped_products(rows.query, key, call.terms)
+    if call.terms is not None and call.terms.bias is not None:
+        bias = call.terms.by_distance(sinks.distance(numbers)).to(logits.dtype)  # [B, n, H, c, s]
+        logits = logits + head_rows(bias, call.key.shape[1]).movedim(1, 0)
+    return Columns(logits.masked_fill(hidden, float("-inf"))), with_ones(sinks.value.to(rows.query.dtype))
+
+
+def _keyless_column(sink: Tensor, rows: QueryRows, values: Tensor) -> tuple[Columns, Tensor]:
+    """Return the sink of the model `[H]` as a column of rows `[…, G, R·c, d + 1]`, and its value `[0, 1]`."""
+    groups, size = rows.query.shape[-3:-1]
+    logits = sink.to(rows.query.dtype).view(groups, -1, 1, 1).expand(-1, -1, size * groups // len(sink), -1)
+    column = logits.flatten(1, 2).expand(*rows.query.shape[:-1], 1)
+    return Columns(column), functional.pad(values.new_zeros(1, values.shape[-1] - 1), (0, 1), value=1.0)
 
 
 def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumulator, State]:
@@ -477,7 +519,10 @@ def accumulate_bidirectional(call: WindowedCall, *, normalise: bool = False, sin
         keys = blocked.keys(start)
         before, carried = keys.kv_state.at(slice(0, blocked.group_size(start))).running(carried)
         behind, _ = keys.kv_state.at(slice(2 * blocked.reach, None)).apply(lambda x: x.flip(0)).running(later)
-        far_state = before.plus(behind.apply(lambda x: x.flip(0)))
+        behind = behind.apply(lambda x: x.flip(0))
+        if call.terms is not None and call.terms.bias is not None:
+            behind = behind._replace(total=behind.total * call.terms.behind[:, None, None].to(behind.total.dtype))
+        far_state = before.plus(behind)
         parts.append(blocked.attend(start, blocked.rows(start), keys, far_state))
     return blocked.join(parts)
 
@@ -535,14 +580,30 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
         near_key, near_value = mask_tokens(near_key, near), mask_tokens(near_value, near)
     grouped = (batch, groups, heads // groups, -1)
     logits = (query.to(dtype) * call.scaling).reshape(grouped) @ near_key.transpose(-1, -2)
+    terms = call.terms
+    if terms is not None:
+        logits = terms.capped(logits)
+        if terms.bias is not None:
+            logits = logits + terms.by_distance(_step_distances(call, state)).to(dtype).reshape(*logits.shape[:3], -1)
     if not full:
         logits = logits.masked_fill(~near[:, None, None, :], float("-inf"))
     values, scale = call.query_features(query.to(dtype), 0)
-    mix = call.log_mixing_weights().to(dtype).exp().unsqueeze(-1)
+    mix = far_mix(call).to(dtype).exp().unsqueeze(-1)
     features = Features((values * mix).reshape(grouped), None if scale is None else scale.reshape(grouped[:-1]))
-    (weights,), total, _ = _far_and_near(features, [Columns(logits)], far)
-    out = divide(weights @ near_value + total[..., :-1], weights.sum(dim=-1) + total[..., -1])
+    columns = [Columns(logits)]
+    if terms is not None and terms.sink is not None:
+        columns.append(Columns(terms.sink.to(dtype).view(1, groups, -1, 1).expand(batch, -1, -1, -1)))
+    weights, total, _ = _far_and_near(features, columns, far)
+    normaliser = torch.cat([*weights, total[..., -1:]], dim=-1).sum(dim=-1)
+    out = divide(weights[0] @ near_value + total[..., :-1], normaliser)
     return out.view(batch, heads, 1, -1).to(value.dtype), {**far.state(), **ring, **first}
+
+
+def _step_distances(call: WindowedCall, state: State) -> Tensor:
+    """Return how far the tokens of the ring and then the sinks are before the new token, `[B, 1, w + s]`."""
+    count = state["count"].unsqueeze(1)
+    ring = torch.arange(call.window - 1, -1, -1, device=count.device).expand(count.shape[0], -1)
+    return torch.cat([ring, count - torch.arange(call.sinks, device=count.device)], dim=1).unsqueeze(1)
 
 
 def inside_window(
@@ -562,15 +623,16 @@ def inside_window(
     return (distance.abs() < window) & ((distance >= 0) | shows_later)
 
 
-def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor) -> Tensor:
+def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, start: int | None = None) -> Tensor:
     """Compute explicit normalised weights `[B, H, L, S]`, for analysis. O(L·S) time and memory.
 
     Args:
         call: The call, whose window and mask are not read.
         inside: `[B | 1, H | 1, L, S]`, which keys have exact weights.
         allowed: `[B | 1, H | 1, L, S]`, which keys are visible at all.
+        start: The position of the first query (None: the queries are the last of the keys).
     """
-    query, key, log_mix = call.query, call.key, call.log_mixing_weights()
+    query, key, log_mix, terms = call.query, call.key, far_mix(call), call.terms
     batch, groups = key.shape[:2]
     rows = make_query_rows(query, call.query_features, 0, groups, call.scaling, log_mix)
     rows = QueryRows(rows.query.flatten(2, 3), rows.features.apply(lambda x: x.flatten(2, 3)))
@@ -581,7 +643,13 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor) 
         flags.expand(batch, query.shape[1], -1, -1).unflatten(1, (groups, -1)).flatten(2, 3)
         for flags in (inside & allowed, ~inside & allowed)
     )
-    logits = (rows.query @ functional.pad(key, (0, 1)).transpose(-1, -2)).masked_fill(~exact, float("-inf"))
-    columns = Columns(logits, call.key_features(key, 0), outside.to(key.dtype))
-    weights = row_weights(rows.features, [columns])[0][0].view(*query.shape[:3], -1)
-    return divide(weights, weights.sum(dim=-1))
+    logits, outside = capped_products(rows.query, functional.pad(key, (0, 1)), terms), outside.to(key.dtype)
+    if terms is not None and terms.bias is not None:
+        distance = distances(query.shape[2], key.shape[2], start, key.device)
+        logits = logits + head_rows(terms.by_distance(distance).to(logits.dtype), groups)
+        outside = outside * head_rows(terms.outside(distance).to(logits.dtype), groups)
+    columns = [Columns(logits.masked_fill(~exact, float("-inf")), call.key_features(key, 0), outside)]
+    if terms is not None and terms.sink is not None:
+        columns.append(_keyless_column(terms.sink, rows, key)[0])
+    weights = torch.cat(row_weights(rows.features, columns)[0], dim=-1).view(*query.shape[:3], -1)
+    return divide(weights[..., : key.shape[2]], weights.sum(dim=-1))

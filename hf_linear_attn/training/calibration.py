@@ -22,6 +22,7 @@ from ..integration.positions import check_max_length, rotary_buffers, rotary_fre
 from ..mechanisms.base import AttentionInputs
 from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
 from ..mechanisms.window import WindowAttention, is_closed
+from ..ops.terms import distances
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
 from .losses import query_block, query_ranges
 from .sharding import is_sharded
@@ -320,12 +321,20 @@ class _Layer:
             counted = outside.any(dim=-1).all(dim=1)[0]  # by heads: buckets differ
             query = self._heads(block.query)[:, :, counted].float()
             outside, allowed = outside[:, :, counted].to(query), block.allowed[:, :, counted]
-            logits = (query @ key.transpose(-1, -2) * block.scaling).masked_fill(~allowed, float("-inf"))
-            normaliser = logits.logsumexp(dim=-1, keepdim=True)
+            logits, factors = query @ key.transpose(-1, -2) * block.scaling, outside
+            sink = torch.full_like(logits[..., :1], float("-inf"))
+            if (terms := self._inputs(block).terms) is not None:
+                distance = distances(block.query.shape[2], keys, block.start, key.device)[counted]
+                logits = terms.applied(logits, distance)
+                factors = outside if terms.bias is None else outside * terms.by_distance(distance).exp()
+                sink = sink if terms.sink is None else terms.sink.float()[:, None, None].expand_as(sink)
+            logits = logits.masked_fill(~allowed, float("-inf"))
+            normaliser = torch.cat([logits, sink], dim=-1).logsumexp(dim=-1, keepdim=True)
             exact = ((logits - normaliser).exp() * outside) @ codes
-            inside = (logits - normaliser).masked_fill(outside.bool(), float("-inf")).logsumexp(dim=-1)
+            near = torch.cat([logits.masked_fill(outside.bool(), float("-inf")), sink], dim=-1)
+            inside = near.logsumexp(dim=-1) - normaliser.squeeze(-1)
             features, log_scale = self.map.query(query.double(), call.scaling)  # in float32 the smallest would be zero
-            implied = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (outside @ codes).log()
+            implied = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (factors @ codes).log()
             if isinstance(self.linear, WindowAttention):
                 implied = implied + self.linear.added_mix(self._inputs(block))[:, :, counted].unsqueeze(-1).float()
             self.codes.append((exact[0], implied[0], inside[0]))

@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker, check_positions
 from ..data.text import text_rows
 from ..integration.discovery import longest_input, patched_modules, self_attention
 from ..integration.exact import AttentionCall, observe_attention
-from ..mechanisms.softmax import EXACT, softmax_weights
+from ..mechanisms.softmax import EXACT
 from ..patching import is_patched, patch_model
 from ..registry import ATTENTIONS, seed_options
 from ..utils.models import Batch, frozen, model_inputs, shared_copy
@@ -156,8 +156,8 @@ def find_retrieval_heads(
         raise NotImplementedError(f"{type(model).__name__} has bidirectional attention: it predicts no next token.")
     check_positions(model, length + ANSWER_TOKENS)
     maker = PromptMaker(tokenizer, model.config.vocab_size)
-    # Any mechanism will do, because what is observed runs exactly.
-    probed = patch_model(shared_copy(model).eval(), "elu")
+    # Any mechanism that serves all models will do, because what is observed runs exactly.
+    probed = patch_model(shared_copy(model).eval(), "window")
     layers = {id(module): layer for layer, module in patched_modules(probed).items()}
     totals: dict[int, Any] = dict.fromkeys(layers.values(), 0.0)
     for number in range(prompts):
@@ -167,8 +167,8 @@ def find_retrieval_heads(
         count = len(answer)
 
         def observer(call: AttentionCall, start: int = start, count: int = count) -> None:
-            allowed = call.allowed[:, :, -count:]
-            weights = softmax_weights(call.query[:, :, -count:], call.key, allowed, call.scaling)
+            answers = replace(call, query=call.query[:, :, -count:], allowed=call.allowed[:, :, -count:])
+            weights = answers.exact_weights()
             score = weights[..., start : start + count].sum(dim=-1).mean(dim=(0, 2)).cpu()
             totals[layers[id(call.module)]] += score.view(call.key.shape[1], -1) / prompts
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hf_linear_attn.utils.environment import environment, utc_now
+from tests.architectures.properties import FOR_TERMS
 
 OUTCOMES = ("works", "refused", "cannot be built tiny", "wrong")
 TITLES = {"refused": "Refused, by message", "cannot be built tiny": "Not built, by reason", "wrong": "Wrong"}
@@ -92,7 +93,7 @@ def markdown(table: dict[str, Any], json_name: str) -> str:
         *_table(["mechanism", *OUTCOMES], count_rows),
     ]
     first = next(iter(table["counts"]), None)
-    rows = [row for row in table["results"] if first in row["attention"]]
+    rows = [row for row in table["results"] if first in row["attention"] or row["attention"] == [FOR_TERMS]]
     for outcome, title in TITLES.items():
         lines += _by_message([row for row in rows if row["outcome"] == outcome], title)
     works = [row for row in rows if row["outcome"] == "works"]

@@ -37,6 +37,9 @@ MIN_EFFECT = 1e-6
 #: How many tokens a padded row lacks.
 PADDING = 5
 
+#: The mechanism of models that add terms to their logits, which few mechanisms apply.
+FOR_TERMS = "window"
+
 WORKS, REFUSED, UNBUILT, WRONG = "works", "refused", "cannot be built tiny", "wrong"
 
 
@@ -293,6 +296,8 @@ def examine(case: Case, mechanisms: Sequence[str] = ("elu",)) -> list[Result]:
         try:
             if model is None:
                 model, level, inputs = build(case)
+            if any(layer.terms for layer in find_attention(model)):
+                result.attention = FOR_TERMS
             result.class_name, result.level = type(model).__name__, level
             result.parameters = sum(tensor.numel() for tensor in model.parameters())
             _examine(model, inputs, result)
@@ -301,7 +306,7 @@ def examine(case: Case, mechanisms: Sequence[str] = ("elu",)) -> list[Result]:
         except Exception as error:  # noqa: BLE001  (the point is to find whatever is raised)
             result.outcome, result.detail = WRONG, f"{type(error).__name__}: {error}"
         result.seconds = round(time.perf_counter() - start, 2)
-        if result.outcome != WORKS:
+        if result.outcome != WORKS or result.attention == FOR_TERMS:
             break
     return results
 

@@ -52,8 +52,6 @@ def test_named_architectures_keep_every_promise(case):
         ("bloom", "outside Transformers' attention interface.*It would need"),
         ("falcon", "outside Transformers' attention interface.*It would need"),
         ("mistral", r"Left exact: 0 \(sliding window of 4\).*if the config says so before.*sliding_window=None"),
-        ("gemma2", "caps its logits.*'softmax'"),
-        ("gpt_oss", "learned attention sinks.*'softmax'"),
         ("doge", "adds a bias to its logits.*'softmax'"),
         ("diffllama", "computes attention twice on one cache layer.*'softmax'"),
         ("hrm_text", "with a cache layer for each.*'softmax'"),

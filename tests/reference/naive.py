@@ -6,6 +6,7 @@ Every function works head by head with broadcasting and no blocks, in the dtype 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -43,6 +44,49 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor
     return normalise(torch.exp(logits - torch.where(top.isinf(), 0.0, top)), value)
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """`cap tanh(l / cap)`, or l itself without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def attention_with_terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor,
+    scaling: float,
+    *,
+    sink: Tensor | None = None,
+    cap: float | None = None,
+    bias: Tensor | float = 0.0,
+) -> Tensor:
+    """`o_i = Σ_j exp(l_ij) v_j / (exp(s) + Σ_j exp(l_ij))`, `l_ij = cap tanh(τ q_i·k_j / cap) + b_ij`."""
+    heads = query.shape[1]
+    logits = capped(query @ repeat_heads(key, heads).transpose(-1, -2) * scaling, cap) + bias
+    weights = torch.where(allowed, logits.exp(), 0.0)
+    total = weights.sum(dim=-1, keepdim=True)
+    if sink is not None:
+        total = total + sink.exp()[:, None, None]
+    return torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), 0.0) @ repeat_heads(value, heads)
+
+
+def position_bucket(relative: int, *, bidirectional: bool, buckets: int, max_distance: int) -> int:
+    """T5's bucket of the distance j - i (Raffel et al. 2020, arXiv:1910.10683): one a distance up to half of the
+    buckets of a side, then logarithmically wider ones up to `max_distance`, and the last one for all beyond."""
+    first = 0
+    if bidirectional:
+        buckets //= 2
+        first = buckets if relative > 0 else 0
+        distance = abs(relative)
+    else:
+        distance = max(-relative, 0)
+    exact = buckets // 2
+    if distance < exact:
+        return first + distance
+    steps = int(math.log(distance / exact) / math.log(max_distance / exact) * (buckets - exact))
+    return first + min(exact + steps, buckets - 1)
+
+
 def kernelized_attention(query_features: Tensor, key_features: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     """`o_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j)` over the allowed keys, from the features themselves."""
     weights = query_features @ repeat_heads(key_features, query_features.shape[1]).transpose(-1, -2)
@@ -63,12 +107,18 @@ def windowed_attention(
     log_mix: Tensor,
     relative: bool = True,
     sinks: int = 0,
+    model_sink: Tensor | None = None,
+    cap: float | None = None,
+    bias: Tensor | float = 0.0,
 ) -> Tensor:
     """Exact weights inside the window, `exp(g) φ(q)·φ(k)` outside it, one normaliser.
 
     With `relative` (maps whose features carry no scale of their own) the exact weights are `exp(τ q·k - c_i)`, c_i the
     largest logit of the window; otherwise both are absolute estimates of `exp(τ q·k)`. Sinks are exact for all queries:
     the first tokens of each row (causal), or the first and the last, which then see all keys exactly themselves.
+
+    The terms of a model are those of `attention_with_terms`: the weights outside are multiplied by `exp(b_ij)`, and c_i
+    may be the logit of the model's sink.
     """
     heads, length, keys = query.shape[1], query.shape[2], key.shape[2]
     distance = (keys - length) + torch.arange(length)[:, None] - torch.arange(keys)[None, :]
@@ -81,13 +131,22 @@ def windowed_attention(
         if not causal:
             inside[row, :, chosen] = True
     inside = inside & allowed
-    logits = (query @ repeat_heads(key, heads).transpose(-1, -2) * scaling).masked_fill(~inside, float("-inf"))
+    logits = capped(query @ repeat_heads(key, heads).transpose(-1, -2) * scaling, cap) + bias
+    logits = logits.masked_fill(~inside, float("-inf"))
+    column = torch.full_like(logits[..., :1], float("-inf"))
+    if model_sink is not None:
+        column = model_sink[:, None, None].expand_as(column)
     if relative:
-        top = logits.amax(dim=-1, keepdim=True)
-        logits = logits - torch.where(top.isinf(), 0.0, top)
+        top = torch.maximum(logits.amax(dim=-1, keepdim=True), column)
+        top = torch.where(top.isinf(), 0.0, top)
+        logits, column = logits - top, column - top
     linear = query_features @ repeat_heads(key_features, heads).transpose(-1, -2)
     linear = linear * log_mix.exp()[None, :, None, None]
-    return normalise(torch.where(inside, logits.exp(), torch.where(allowed, linear, 0.0)), value)
+    if isinstance(bias, Tensor):
+        linear = linear * bias.exp()
+    weights = torch.where(inside, logits.exp(), torch.where(allowed, linear, 0.0))
+    nothing = value.new_zeros(*value.shape[:2], 1, value.shape[3])
+    return normalise(torch.cat([weights, column.exp()], dim=-1), torch.cat([value, nothing], dim=2))
 
 
 def linformer_attention(

@@ -1,0 +1,143 @@
+"""Terms that a model adds to the logits of its attention, declared once and carried by every call.
+
+    l_ij = cap tanh(τ q_i·k_j / cap) + b(i - j)
+    o_i  = Σ_j exp(l_ij) v_j / (exp(s) + Σ_j exp(l_ij))
+
+Exact weights have them as they stand. Outside of a window the weight `φ(q_i)·φ(k_j)` is multiplied by `exp(b(i - j))`,
+and b is constant on either side beyond its last distance: sums over far keys are multiplied by one number a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .common import compute_dtype, softmax_rows
+
+#: Queries whose explicit weights are in memory at a time.
+QUERY_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """The terms of one attention layer; None where it has no such term.
+
+    Attributes:
+        sink: s `[H]`, a logit without a key: an attention sink (gpt-oss).
+        softcap: cap, the bound of all logits (Gemma 2).
+        bias: b `[H, 2 D + 1]` for the distances i - j from -D to D, constant beyond them (T5).
+    """
+
+    sink: Tensor | None = None
+    softcap: float | None = None
+    bias: Tensor | None = None
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Terms:
+        """Apply a function to the tensors, whose first dimension is that of the query heads."""
+        changes: dict[str, Any] = {}
+        for name in self.names():
+            value = getattr(self, name)
+            changes[name] = function(value) if isinstance(value, Tensor) else value
+        return Terms(**changes)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over the tensors that there are."""
+        return (value for name in self.names() if isinstance(value := getattr(self, name), Tensor))
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the terms that there are."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Return the logits within the cap."""
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def applied(self, logits: Tensor, distance: Tensor | None) -> Tensor:
+        """Return logits `[B, H, L, S]` within the cap and with the bias; `distance` i - j as for `by_distance`."""
+        logits = self.capped(logits)
+        if self.bias is None or distance is None:
+            return logits
+        return logits + self.by_distance(distance).to(logits.dtype)
+
+    def by_distance(self, distance: Tensor) -> Tensor:
+        """Return b at the distances i - j `[…, L, S]`, as `[…, H, L, S]`."""
+        assert self.bias is not None
+        last = self.bias.shape[1] // 2
+        return self.bias[:, distance.clamp(-last, last) + last].movedim(0, -3)
+
+    def outside(self, distance: Tensor) -> Tensor:
+        """Return `exp(b(i - j) - b(∞))`, by which weights outside of a window are multiplied beside `exp(far)`."""
+        return (self.by_distance(distance) - self.far[:, None, None]).exp()
+
+    @property
+    def far(self) -> Tensor:
+        """b of keys far before the query, `[H]`."""
+        assert self.bias is not None
+        return self.bias[:, -1]
+
+    @property
+    def behind(self) -> Tensor:
+        """`exp(b(-∞) - b(∞))`, `[H]`: the factor of keys far behind the query."""
+        assert self.bias is not None
+        return (self.bias[:, 0] - self.far).exp()
+
+
+def distances(queries: int, keys: int, start: int | None, device: torch.device) -> Tensor:
+    """Return i - j of queries that begin at position `start` (None: they are the last of the keys), `[L, S]`."""
+    rows = torch.arange(queries, device=device) + (keys - queries if start is None else start)
+    return rows[:, None] - torch.arange(keys, device=device)
+
+
+def weights_with_terms(
+    query: Tensor, key: Tensor, allowed: Tensor | None, scaling: float, terms: Terms | None, distance: Tensor | None
+) -> Tensor:
+    """Return softmax weights `[B, H, L, S]`; zeros in a row that sees no key. With a sink, rows sum to less than 1.
+
+    Args:
+        query: `[B, H, L, d]`; key is `[B, G, S, d]`.
+        allowed: `[B | 1, H | 1, L | 1, S]`, True where a query sees a key; None where each sees all.
+        scaling: τ, the factor of `q·k`.
+        terms: What is added to the logits.
+        distance: i - j, `[L, S]` or `[B, L, S]`; None where no term depends on it.
+    """
+    dtype = compute_dtype(query)
+    keys = key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    logits = (query.to(dtype) @ keys.transpose(-1, -2)) * scaling
+    if terms is None:
+        return softmax_rows(logits, allowed)
+    logits = terms.applied(logits, distance)
+    if terms.sink is None:
+        return softmax_rows(logits, allowed)
+    column = terms.sink.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
+    if allowed is not None:
+        allowed = torch.nn.functional.pad(allowed, (0, 1), value=True)
+    return softmax_rows(torch.cat([logits, column], dim=-1), allowed)[..., :-1]
+
+
+def attend_with_terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    scaling: float,
+    terms: Terms,
+    distance: Tensor | None,
+) -> Tensor:
+    """Return exact attention `[B, H, L, e]` in the dtype of `value`, with the weights of `weights_with_terms`."""
+    length, values = (
+        query.shape[2],
+        value.to(compute_dtype(value)).repeat_interleave(query.shape[1] // value.shape[1], 1),
+    )
+    size = length if torch.compiler.is_compiling() else QUERY_BLOCK
+    blocks = []
+    for start in range(0, length, size) if isinstance(length, int) else (0,):
+        rows = slice(start, start + size)
+        shown = allowed if allowed is None or allowed.shape[2] == 1 else allowed[:, :, rows]
+        offsets = None if distance is None else distance[..., rows, :]
+        blocks.append(weights_with_terms(query[:, :, rows], key, shown, scaling, terms, offsets) @ values)
+    out = torch.cat(blocks, dim=2) if blocks else values.new_zeros(*query.shape[:3], values.shape[3])
+    return out.to(value.dtype)

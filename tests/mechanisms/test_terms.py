@@ -1,0 +1,191 @@
+"""Terms of a model's logits (sinks, a cap, a position bias) in every form of a window and of exact attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_linear_attn.config import LayerConfig
+from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
+from hf_linear_attn.mechanisms.head_mixture import HeadMixture
+from hf_linear_attn.ops.terms import Terms
+from hf_linear_attn.registry import ATTENTIONS
+from tests import comparing
+from tests.inputs import padding_mask
+from tests.reference import naive
+
+BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+KINDS = pytest.mark.parametrize("kind", ["sink", "softcap", "bias", "all"])
+SCALING, CAP, REACH, WINDOW = 0.9, 2.0, 4, 5
+
+
+def assert_close(actual, expected, factor=1.0):
+    comparing.assert_close(actual, expected, torch.float64, factor)
+
+
+def terms_of(kind, causal, heads=4, seed=5):
+    """Random terms of one kind, or all of them; the bias is that of distances up to `REACH`."""
+    generator = torch.Generator().manual_seed(seed)
+    sink = torch.randn(heads, generator=generator, dtype=torch.float64).requires_grad_()
+    bias = torch.randn(heads, 2 * REACH + 1, generator=generator, dtype=torch.float64).requires_grad_()
+    every = {"sink": sink, "softcap": CAP, "bias": bias}
+    return Terms(**(every if kind == "all" else {kind: every[kind]}))
+
+
+def explicit_bias(terms, length):
+    """b `[H, L, L]`, pair by pair."""
+    if terms.bias is None:
+        return 0.0
+    rows = []
+    for i in range(length):
+        indices = [max(-REACH, min(REACH, i - j)) + REACH for j in range(length)]
+        rows.append(terms.bias[:, indices])
+    return torch.stack(rows, dim=1)
+
+
+def build(name, causal, groups=4, cap=None, **options):
+    entry = ATTENTIONS.get(name)
+    shape = AttentionShape(4, groups, 6, 6, causal=causal, softcap=cap, bias_reach=0)
+    built = entry.factory(shape, entry.options(**options))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in built.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    if hasattr(built, "mix_weight"):
+        built.mix_weight.data.zero_()
+    return built.double()
+
+
+def tensors(length, groups=4, batch=2):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(batch, count, length, 6) for count in (4, groups, groups)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def definition(module, qkv, terms, causal, mask, sinks):
+    """The outputs of a window by their definition, padded rows as rows of their own."""
+    query, key, value = qkv
+    features = [part(x, SCALING) for part, x in ((module.feature_map.query, query), (module.feature_map.key, key))]
+    features = [f.values if f.log_scale is None else f.values * f.log_scale.exp().unsqueeze(-1) for f in features]
+    relative = module.options.feature_map != "vq"
+    out = []
+    for row, real in enumerate(mask):
+        parts = [x[row : row + 1, :, real] for x in (query, key, value, *features)]
+        length = int(real.sum())
+        allowed = naive.visible(None, 1, length, length, causal)
+        settings = {"window": WINDOW, "causal": causal, "scaling": SCALING, "log_mix": module.log_mix}
+        added = {"model_sink": terms.sink, "cap": terms.softcap, "bias": explicit_bias(terms, length)}
+        out.append(naive.windowed_attention(*parts, allowed, relative=relative, sinks=sinks, **settings, **added))
+    return out
+
+
+@BOTH
+@KINDS
+@pytest.mark.parametrize("name", ["vq", "hedgehog"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_a_window_with_terms_is_its_definition_with_all_gradients(causal, kind, name, padding):
+    groups = 2 if causal else 4
+    terms = terms_of(kind, causal)
+    module = build("window", causal, groups, terms.softcap, window_size=WINDOW, feature_map=name, mix_init=0.3,
+                   saturation=None, sink_tokens=2)  # fmt: skip
+    length, mask = 80, padding_mask([80, 37], 80, padding)
+    qkv = tensors(length, groups)
+    leaves = [*qkv, *terms.tensors(), module.log_mix]
+    out, _ = module(AttentionInputs(*qkv, SCALING, causal, mask, terms=terms))
+    rows = [out[row : row + 1, :, real] for row, real in enumerate(mask)]
+    expected = definition(module, qkv, terms, causal, mask, sinks=2)
+    for actual, wanted in zip(rows, expected, strict=True):
+        assert_close(actual, wanted)
+    gradients = torch.autograd.grad(sum(part.square().sum() for part in rows), leaves)
+    wanted = torch.autograd.grad(sum(part.square().sum() for part in expected), leaves)
+    for actual, right in zip(gradients, wanted, strict=True):
+        assert_close(actual, right, factor=10)
+
+
+@BOTH
+@KINDS
+def test_explicit_weights_with_terms_give_the_outputs(causal, kind):
+    terms = terms_of(kind, causal)
+    module = build("window", causal, 4, terms.softcap, window_size=WINDOW, mix_init=0.3, saturation=None)
+    inputs = AttentionInputs(*tensors(40), SCALING, causal, terms=terms)
+    weights = module.attention_weights(inputs)
+    assert_close(weights @ inputs.value, module(inputs)[0])
+    if terms.sink is not None:
+        assert bool((weights.sum(dim=-1) < 1).all())
+    some = replace(inputs, query=inputs.query[:, :, 10:20], start=10)
+    if not causal:
+        assert_close(module.attention_weights(some), weights[:, :, 10:20])
+
+
+@KINDS
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_tokens_one_by_one_and_prompts_in_pieces_see_the_terms(kind, cache_dtype):
+    terms = terms_of(kind, True)
+    options = {"window_size": WINDOW, "mix_init": 0.3, "saturation": None, "cache_dtype": cache_dtype}
+    module, qkv = build("window", True, 2, terms.softcap, **options), tensors(33, 2)
+    with torch.no_grad():
+        whole, _ = module(AttentionInputs(*qkv, SCALING, True, terms=terms))
+        parts, state = [], None
+        for start, stop in ((0, 1), (1, 18), (18, 19), (19, 20), (20, 30), (30, 31), (31, 32), (32, 33)):
+            piece = [x[:, :, start:stop] for x in qkv]
+            out, state = module(AttentionInputs(*piece, SCALING, True, None, state, return_state=True, terms=terms))
+            parts.append(out)
+    joined = torch.cat(parts, dim=2)
+    if cache_dtype == "auto":
+        assert_close(joined, whole)
+    else:  # keys and values of earlier calls are rounded to 1/127 of their largest number
+        assert float((joined - whole).abs().max()) < 0.1
+        assert float((joined[:, :, 0] - whole[:, :, 0]).abs().max()) < 1e-9
+
+
+@BOTH
+@KINDS
+def test_exact_attention_with_terms_is_its_definition(causal, kind):
+    """Also in pieces, with padding, and in rows of more than one block of queries."""
+    terms, length = terms_of(kind, causal), 300
+    qkv, mask = tensors(length, 2), padding_mask([300, 37], 300, "left")
+    module = build("softmax", causal, 2)
+    allowed = naive.visible(mask, 2, length, length, causal)
+    bias = explicit_bias(terms, length)
+    expected = naive.attention_with_terms(*qkv, allowed, SCALING, sink=terms.sink, cap=terms.softcap, bias=bias)
+    out, _ = module(AttentionInputs(*qkv, SCALING, causal, mask, terms=terms))
+    for row in range(2):
+        assert_close(out[row, :, mask[row]], expected[row, :, mask[row]])
+    if causal:
+        first = [x[:, :, :200] for x in qkv]
+        _, state = module(AttentionInputs(*first, SCALING, True, mask[:, :200], return_state=True, terms=terms))
+        rest = [x[:, :, 200:] for x in qkv]
+        out, _ = module(AttentionInputs(*rest, SCALING, True, mask[:, 200:], state, return_state=True, terms=terms))
+        assert_close(out, expected[:, :, 200:])
+
+
+@KINDS
+def test_exact_heads_get_their_own_terms(kind):
+    terms, qkv = terms_of(kind, True), tensors(40, 2)
+    entry, options = ATTENTIONS.get("window"), LayerConfig("window", {"window_size": 40}).build_options()[0]
+    shape = AttentionShape(4, 2, 6, 6, causal=True, softcap=terms.softcap)
+    mixture = HeadMixture(shape, entry, options, [1]).double()
+    allowed = naive.visible(None, 2, 40, 40, True)
+    bias = explicit_bias(terms, 40)
+    expected = naive.attention_with_terms(*qkv, allowed, SCALING, sink=terms.sink, cap=terms.softcap, bias=bias)
+    inputs = AttentionInputs(*qkv, SCALING, True, terms=terms)
+    assert_close(mixture(inputs)[0], expected)
+    assert_close(mixture.attention_weights(inputs) @ inputs.value.repeat_interleave(2, 1), expected)
+
+
+def test_a_window_is_as_wide_as_a_position_bias_reaches():
+    entry = ATTENTIONS.get("window")
+    built = entry.factory(AttentionShape(4, 4, 6, 6, causal=True, bias_reach=91), entry.options(window_size=64))
+    assert built.options.window_size == 91
+    assert entry.factory(AttentionShape(4, 4, 6, 6, bias_reach=91), entry.options(window_size=99)).exact_length == 101
+
+
+@pytest.mark.parametrize("name", ["elu", "gla", "linformer-causal", "luna"])
+def test_mechanisms_without_terms_refuse_them_by_name(name):
+    entry = ATTENTIONS.get(name)
+    module = entry.factory(AttentionShape(4, 4, 6, 6, causal=True), entry.options())
+    inputs = AttentionInputs(*(x.float() for x in tensors(8)), SCALING, True, terms=terms_of("sink", True))
+    with pytest.raises(NotImplementedError, match=r"adds attention sinks to its logits.*Use 'window'"):
+        module(inputs)
