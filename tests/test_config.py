@@ -55,6 +55,15 @@ SAVED_BY_0_1_0 = {
         "store_size": 0,
         "cache_dtype": "auto",
     },
+    "scatterbrain": {
+        "window_size": 64,
+        "feature_map": "favor+",
+        "feature_map_options": {"num_features": 16},
+        "num_hash_buckets": 0,
+        "hash_rounds": 1,
+        "bucket_capacity": 16,
+        "seed": 0,
+    },
 }
 
 
@@ -67,7 +76,9 @@ def test_what_an_earlier_version_saved_is_read_without_the_options_that_are_gone
     assert len(options) < len(layer["options"])
 
 
-@pytest.mark.parametrize(("attention", "option", "value"), [("window", "store_size", 4)])
+@pytest.mark.parametrize(
+    ("attention", "option", "value"), [("window", "store_size", 4), ("scatterbrain", "num_hash_buckets", 8)]
+)
 def test_a_saved_option_that_is_gone_is_refused_where_it_was_used(attention, option, value):
     layer = {"attention": attention, "options": {**SAVED_BY_0_1_0[attention], option: value}}
     saved = {"format_version": 1, "package_version": "0.1.0", "default": layer, "layers": {}}

@@ -80,17 +80,6 @@ class Features(NamedTuple):
         """Apply a function of the leading dimensions to both tensors."""
         return Features(function(self.values), None if self.log_scale is None else function(self.log_scale))
 
-    def constant(self, where: Tensor) -> Features:
-        """Take the gradient of some tokens away: where `[B, H, L]` is True.
-
-        Sums that were read without a gradient are constants, and so must be what is subtracted from them.
-        """
-        if not self.values.requires_grad:
-            return self
-        scale = self.log_scale
-        scale = None if scale is None else torch.where(where, scale.detach(), scale)
-        return Features(torch.where(where.unsqueeze(-1), self.values.detach(), self.values), scale)
-
 
 class KVState(NamedTuple):
     """The sums over some keys, `exp(-log_scale) Σ_j φ(k_j) [v_j, 1]`: `[…, m, e + 1]` and `[…]` (or None)."""

@@ -15,7 +15,7 @@ from .common import KVState, State, compute_dtype, finite_or_zero, mask_tokens, 
 from .kernelized import key_state, masked_key_features
 from .ranks import Ranks
 from .sinks import Sinks, first_with_number, repeated, take_tokens, token_numbers
-from .windowed import accumulate_bidirectional, pad_tokens
+from .windowed import pad_tokens, windowed_bidirectional
 
 
 def _add_states(states: KVState, chosen: Tensor) -> KVState:
@@ -161,7 +161,7 @@ def windowed_slice(call: WindowedCall, ranks: Ranks) -> Tensor:
         state=far.state(),
     )
     of_sequence = Sinks(sink_key, sink_value, position - start) if sinks else None
-    out = accumulate_bidirectional(part, normalise=True, sinks=of_sequence).values[:, :, border : border + length]
+    out = windowed_bidirectional(part, of_sequence)[:, :, border : border + length]
     return out if of_sequence is None else _exact_sinks(out, call, ranks, position - start - border)
 
 

@@ -66,13 +66,6 @@ FLOOR = -1e20
 LARGEST_GAP = 60.0
 
 
-class Accumulator(NamedTuple):
-    """Outputs before normalisation, relative to `exp(log_scale)`: `Σ_j w_ij [v_j, 1]` `[…, n, e + 1]`, `[…, n]`."""
-
-    values: Tensor
-    log_scale: Tensor
-
-
 def far_mix(call: WindowedCall) -> Tensor:
     """Return the log mixing weights `[B | 1, H, L | 1]` with the bias of keys far before the query."""
     log_mix, terms = call.log_mixing_weights(), call.terms
@@ -179,14 +172,14 @@ def _far_scale(log_scale: Tensor, key_scale: Tensor | None, top: Tensor) -> Tens
     return exponent.exp().unsqueeze(-1)
 
 
-def _far_and_near(rows: Features, columns: Sequence[Columns], far: KVState) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return the weights of the columns, the far keys' `Σ w [v, 1]` `[…, n, e + 1]`, and the stabilisers `[…, n]`."""
+def _far_and_near(rows: Features, columns: Sequence[Columns], far: KVState) -> tuple[list[Tensor], Tensor]:
+    """Return the weights of the columns, and the far keys' `Σ w [v, 1]` `[…, n, e + 1]`, relative to one stabiliser."""
     far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
     weights, top = row_weights(rows, columns, far_scale)
     total = rows.values @ far.total
     if rows.log_scale is not None:
         total = total * _far_scale(rows.log_scale, far_scale, top)
-    return weights, total, top
+    return weights, total
 
 
 class Gathered(NamedTuple):
@@ -319,15 +312,12 @@ class _BlockedCall:
         valid: `[B | 1, S]`, False for padding.
         far: `[B | 1, S]`, False for padding too, and for keys that no row sees outside of its window.
         sinks: Keys that are near every row.
-        normalise: Whether outputs are divided by their sums of weights, and in the dtype of `call.value`.
         older: The keys before the first query.
     """
 
-    def __init__(
-        self, call: WindowedCall, valid: Tensor, far: Tensor, sinks: Sinks | None, *, normalise: bool, older: int = 0
-    ) -> None:
+    def __init__(self, call: WindowedCall, valid: Tensor, far: Tensor, sinks: Sinks | None, older: int = 0) -> None:
         batch, heads, length, _ = call.query.shape
-        self.call, self.sinks, self.normalise, self.free = call, sinks, normalise, is_free(length)
+        self.call, self.sinks, self.free = call, sinks, is_free(length)
         size = min(max(call.window, MIN_BLOCK), MAX_BLOCK)
         self.size = size if self.free else min(size, length if call.state is None else max(length, MIN_BLOCK))
         # One more of a free number of blocks: a dimension that may be 1 would fix the length.
@@ -412,7 +402,7 @@ class _BlockedCall:
 
         return QueryRows(split(rows.query), rows.features.apply(split))
 
-    def attend(self, start: int, rows: QueryRows, keys: _Blocks, far: KVState) -> Accumulator:
+    def attend(self, start: int, rows: QueryRows, keys: _Blocks, far: KVState) -> Tensor:
         """Attend from a group to its neighbours, to the sinks and to far sums `[n, B, G, m, e + 1]`."""
         features, count = rows.features, rows.query.shape[0]
         near = [slice(shift, shift + count) for shift in range(self.reach + 1 + self.ahead)]
@@ -425,10 +415,10 @@ class _BlockedCall:
         if terms is not None and terms.sink is not None:
             pairs.append(_keyless_column(terms.sink, rows, keys.value))
         columns, values = zip(*pairs, strict=True)
-        weights, total, top = _far_and_near(features, columns, far)
+        weights, total = _far_and_near(features, columns, far)
         for weight, value in zip(weights, values, strict=True):
             total = total + weight @ value
-        return Accumulator(weighted_mean(total).to(self.call.value.dtype) if self.normalise else total, top)
+        return weighted_mean(total).to(self.call.value.dtype)
 
     def later_states(self) -> list[KVState]:
         """Return, for each group, the sums of all keys after the neighbours of its last block of rows."""
@@ -438,17 +428,12 @@ class _BlockedCall:
             later.append(self._key_blocks(first, first + self.group_size(start)).kv_state.running(later[-1])[1])
         return later[::-1]
 
-    def join(self, parts: list[Accumulator]) -> Accumulator:
-        """Put the results of all groups, `[n, B, G, R·c, …]`, in the order of tokens `[B, H, L, …]`."""
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Put the outputs of all groups, `[n, B, G, R·c, e]`, in the order of tokens `[B, H, L, e]`."""
         heads, length = self.call.query.shape[1:3]
         repeats = heads // self.call.key.shape[1]
-
-        def joined(blocked: list[Tensor]) -> Tensor:
-            tokens = torch.cat([x.unflatten(3, (repeats, -1)).movedim(0, 3) for x in blocked], dim=3)
-            return join_chunks(tokens, length, 3).flatten(1, 2)
-
-        scales = [part.log_scale.unsqueeze(-1) for part in parts]
-        return Accumulator(joined([part.values for part in parts]), joined(scales)[..., 0])
+        tokens = torch.cat([part.unflatten(3, (repeats, -1)).movedim(0, 3) for part in parts], dim=3)
+        return join_chunks(tokens, length, 3).flatten(1, 2)
 
 
 def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall) -> tuple[Columns, Tensor]:
@@ -475,11 +460,8 @@ def _keyless_column(sink: Tensor, rows: QueryRows, values: Tensor) -> tuple[Colu
     return Columns(column), functional.pad(values.new_zeros(1, values.shape[-1] - 1), (0, 1), value=1.0)
 
 
-def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumulator, State]:
-    """Compute the causal form of at least one token before normalisation, `[B, H, L, …]`, and the state after it.
-
-    It is zero at padding. With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`.
-    """
+def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
+    """Compute the causal form of at least one token, and the state after it; outputs at padding are zero."""
     length, window = call.query.shape[2], call.window
     inputs, valid, query_index, ring = gather_tokens(call, call.log_mixing_weights())
     sinks, first = first_tokens(call)
@@ -487,22 +469,21 @@ def accumulate_causal(call: WindowedCall, *, normalise: bool = False) -> tuple[A
     far = valid & (position < length - window)  # the others stay in the ring
     if sinks is not None:
         far = far & (position > sinks.position[:, -1:])
-    blocked = _BlockedCall(inputs, valid, far, sinks, normalise=normalise, older=window)
+    blocked = _BlockedCall(inputs, valid, far, sinks, older=window)
     carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
     for start in blocked.starts:
         count, rows, keys = blocked.group_size(start), blocked.rows(start), blocked.keys(start)
         before, carried = keys.kv_state.at(slice(0, count)).running(carried)
         parts.append(blocked.attend(start, rows, keys, before))
-    result = blocked.join(parts)
+    out = blocked.join(parts)
     if query_index is not None:
-        values, scale = (take_tokens(x, query_index) for x in (result.values, result.log_scale.unsqueeze(-1)))
-        result = Accumulator(mask_tokens(values, call.mask), mask_tokens(scale, call.mask)[..., 0])
+        out = mask_tokens(take_tokens(out, query_index), call.mask)
     after = carried.plus(keys.kv_state.at(-blocked.reach if blocked.free else count))
-    return result, {**after.state(), **ring, **first}
+    return out, {**after.state(), **ring, **first}
 
 
-def accumulate_bidirectional(call: WindowedCall, *, normalise: bool = False, sinks: Sinks | None = None) -> Accumulator:
-    """Compute the bidirectional form as `accumulate_causal` does; what it returns at padding means nothing.
+def windowed_bidirectional(call: WindowedCall, sinks: Sinks | None) -> Tensor:
+    """Compute the bidirectional form; outputs at padding mean nothing.
 
     Sinks (`end_tokens`) are keys only here: `attend_from_sinks` replaces the outputs of their own queries. A call may
     be a part of a sequence: `call.state` then holds the sums over keys that are far from all of its tokens, and `sinks`
@@ -513,7 +494,7 @@ def accumulate_bidirectional(call: WindowedCall, *, normalise: bool = False, sin
     if sinks is not None:
         far = far & ~(sinks.position.unsqueeze(-1) == positions).any(dim=1)
     masked = call.replace(query=mask_tokens(call.query, call.mask))
-    blocked = _BlockedCall(masked, valid, far, sinks, normalise=normalise)
+    blocked = _BlockedCall(masked, valid, far, sinks)
     carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
     for start, later in zip(blocked.starts, blocked.later_states(), strict=True):
         keys = blocked.keys(start)
@@ -547,10 +528,9 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if state is not None and call.query.shape[2] == 1 and (mask is None or (may_read and bool(mask.all()))):
         return _step(call, state)
     if call.causal:
-        (out, _), state = accumulate_causal(call, normalise=True)
-        return out, state
+        return windowed_causal(call)
     sinks = end_tokens(call)
-    return attend_from_sinks(accumulate_bidirectional(call, normalise=True, sinks=sinks).values, call, sinks), None
+    return attend_from_sinks(windowed_bidirectional(call, sinks), call, sinks), None
 
 
 def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
@@ -593,7 +573,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     columns = [Columns(logits)]
     if terms is not None and terms.sink is not None:
         columns.append(Columns(terms.sink.to(dtype).view(1, groups, -1, 1).expand(batch, -1, -1, -1)))
-    weights, total, _ = _far_and_near(features, columns, far)
+    weights, total = _far_and_near(features, columns, far)
     normaliser = torch.cat([*weights, total[..., -1:]], dim=-1).sum(dim=-1)
     out = divide(weights[0] @ near_value + total[..., :-1], normaliser)
     return out.view(batch, heads, 1, -1).to(value.dtype), {**far.state(), **ring, **first}

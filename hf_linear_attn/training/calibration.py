@@ -318,7 +318,7 @@ class _Layer:
         for block in self._blocks(call, row):
             outside, keys = self._outside(block), block.key.shape[2]
             key, codes = all_keys[:, :, :keys], all_codes[:, :, :keys]
-            counted = outside.any(dim=-1).all(dim=1)[0]  # by heads: buckets differ
+            counted = outside.any(dim=-1)[0, 0]
             query = self._heads(block.query)[:, :, counted].float()
             outside, allowed = outside[:, :, counted].to(query), block.allowed[:, :, counted]
             logits, factors = query @ key.transpose(-1, -2) * block.scaling, outside

@@ -53,7 +53,7 @@ GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
         ),
         *("tests/ops/test_native.py", "tests/ops/test_native_windowed.py", "tests/feature_maps/test_maps.py"),
     ),
-    ("ops/windowed.py", "ops/buckets.py", "ops/sinks.py"): (
+    ("ops/windowed.py", "ops/sinks.py"): (
         *("tests/ops/test_windowed.py", "tests/ops/test_windowed_maps.py", "tests/mechanisms/test_scatterbrain.py"),
         "tests/mechanisms/test_window_sinks.py",
     ),

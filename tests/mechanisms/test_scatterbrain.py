@@ -1,33 +1,23 @@
-"""Scatterbrain against its definition, with and without hash buckets."""
+"""Scatterbrain against its definition."""
 
 import copy
 
 import pytest
 import torch
 
-import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
-from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
-from hf_linear_attn.ops import buckets, windowed
-from hf_linear_attn.ops.calls import WindowedCall
-from tests.comparing import assert_close, assert_same_function, in_pieces, logits, weighted_sum
-from tests.inputs import padded_batch, padding_mask, qkv, token_ids
+from hf_linear_attn.ops import windowed
+from tests.comparing import assert_close, assert_same_function, in_pieces, weighted_sum
+from tests.inputs import padding_mask, qkv
 from tests.mechanisms import checks
 from tests.reference import naive
-from tests.small import patched
-from tests.tiny_models import DECODERS
 
-HASHED = {"num_hash_buckets": 4, "hash_rounds": 2, "bucket_capacity": 3}
-OPTIONS = [{}, HASHED]
 both = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
-kinds = pytest.mark.parametrize("options", OPTIONS, ids=["band", "hashed"])
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch, small_window_blocks):
-    monkeypatch.setattr(buckets, "GATHER_ELEMENTS", 2000)
+pytestmark = pytest.mark.usefixtures("small_window_blocks")
 
 
 def module(groups=2, value_dim=6, **options):
@@ -45,8 +35,8 @@ def run(layer, tensors, causal, mask=None, **kwargs):
 
 
 def test_the_seed_is_that_of_the_feature_map_too():
-    first, again, other = (module(**HASHED, seed=seed).state_dict() for seed in (3, 3, 4))
-    assert {"feature_map.weight", "directions"} <= first.keys()
+    first, again, other = (module(seed=seed).state_dict() for seed in (3, 3, 4))
+    assert first.keys() == {"feature_map.weight"}
     for name, drawn in first.items():
         assert torch.equal(again[name], drawn)
         assert not torch.equal(other[name], drawn)
@@ -64,42 +54,24 @@ def definition(layer, tensors, causal, mask=None, carried=None):
         before, count = carried
         of_carried = before.feature_map.key(k[:, :, :count], 0.4).values.detach()
         phi[1] = torch.cat([of_carried, phi[1][:, :, count:]], dim=2)
-    options = layer.options
-    support = naive.support(
-        q.detach(),
-        k.detach(),
-        allowed,
-        getattr(layer, "directions", None),
-        window=options.window_size,
-        capacity=options.bucket_capacity,
-        causal=causal,
-    )
-    return naive.scatterbrain_attention(q, k, v, *phi, allowed, support, 0.4)
+    position = torch.arange(k.shape[2])
+    band = (position[-q.shape[2] :, None] - position).abs() < layer.options.window_size
+    return naive.scatterbrain_attention(q, k, v, *phi, allowed, band, 0.4)
 
 
 @both
-@kinds
 @pytest.mark.parametrize("length", [1, 2, 9, 23])
-def test_outputs_and_gradients_equal_the_definition(length, options, causal):
-    layer, tensors = module(value_dim=3, **options), doubles(length, value_dim=3)
+def test_outputs_and_gradients_equal_the_definition(length, causal):
+    layer, tensors = module(value_dim=3), doubles(length, value_dim=3)
     out, expected = run(layer, tensors, causal)[0], definition(layer, tensors, causal)
     assert_same_function(out, expected, tensors)
 
 
-@both
-@kinds
-@torch.no_grad()
-def test_a_map_without_a_log_scale(options, causal):
-    layer, tensors = module(feature_map="taylor", feature_map_options={}, **options), doubles(23)
-    assert_close(run(layer, tensors, causal)[0], definition(layer, tensors, causal), torch.float64)
-
-
 @pytest.mark.slow
-@kinds
 @pytest.mark.parametrize("sizes", [[20, 30], [20, 1, 1, 1, 9, 8]], ids=str)
-def test_gradients_after_a_state_that_was_read_without_one(sizes, options):
+def test_gradients_after_a_state_that_was_read_without_one(sizes):
     """Differences of the definition, in which the keys that left the band before are constants, are the gradients."""
-    layer, tensors = module(feature_map="hedgehog", feature_map_options={}, **options), qkv(sum(sizes))
+    layer, tensors = module(feature_map="hedgehog", feature_map_options={}), qkv(sum(sizes))
     tensors, state, outputs, start = [tensor.double() for tensor in tensors], None, [], 0
     for size in sizes:
         with torch.set_grad_enabled(start > 0):
@@ -117,19 +89,17 @@ def test_gradients_after_a_state_that_was_read_without_one(sizes, options):
 
 
 @both
-@kinds
 @pytest.mark.parametrize("groups", [1, 4])
-def test_grouped_heads(groups, options, causal):
-    layer, tensors = module(groups, **options), doubles(17, groups=groups)
+def test_grouped_heads(groups, causal):
+    layer, tensors = module(groups), doubles(17, groups=groups)
     assert_close(run(layer, tensors, causal)[0], definition(layer, tensors, causal), torch.float64)
 
 
 @both
-@kinds
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_masks_and_nan_in_padding(padding_side, options, causal):
+def test_masks_and_nan_in_padding(padding_side, causal):
     mask = padding_mask([21, 8], 21, padding_side)
-    layer, tensors = module(**options), doubles(21)
+    layer, tensors = module(), doubles(21)
     expected = definition(layer, tensors, causal, mask).transpose(1, 2)[mask]
     with torch.no_grad():
         for tensor in tensors:
@@ -142,9 +112,7 @@ def test_masks_and_nan_in_padding(padding_side, options, causal):
 @both
 @pytest.mark.parametrize("name", ["taylor", "hedgehog"])
 def test_a_map_without_a_log_scale_is_an_absolute_estimate(name, causal):
-    if name not in hla.list_attentions():
-        pytest.skip("not registered")
-    layer, tensors = module(feature_map=name, feature_map_options={}, **HASHED), doubles(14)
+    layer, tensors = module(feature_map=name, feature_map_options={}), doubles(14)
     assert_close(run(layer, tensors, causal)[0], definition(layer, tensors, causal), torch.float64)
 
 
@@ -155,41 +123,9 @@ def test_with_everything_in_the_band_it_is_exact_attention(causal):
     assert_close(run(module(window_size=20), (q, k, v), causal)[0], exact, torch.float64)
 
 
-@both
-def test_with_everything_in_one_bucket_it_is_exact_attention(causal, monkeypatch):
-    monkeypatch.setattr(
-        buckets.Hashing, "bucket", lambda self, x: torch.zeros(*x.shape[:2], 3, x.shape[2], dtype=torch.long)
-    )
-    layer = module(num_hash_buckets=2, hash_rounds=3, bucket_capacity=20)
-    q, k, v = doubles(20)
-    exact = naive.softmax_attention(q, k, v, naive.visible(None, 2, 20, 20, causal), 0.4)
-    assert_close(run(layer, (q, k, v), causal)[0], exact, torch.float64)
-
-
 @pytest.mark.slow
 @both
-def test_the_estimate_is_unbiased(causal):
-    q, k, v = (tensor.detach() for tensor in doubles(12, batch=1))
-    q, k = q / 2, k / 2  # the estimates of larger products have tails too heavy for a mean of a few hundred
-    allowed = naive.visible(None, 1, 12, 12, causal)
-    weights = torch.exp(0.4 * q @ naive.repeat_heads(k, 4).transpose(-1, -2)).masked_fill(~allowed, 0.0)
-    exact = weights @ naive.repeat_heads(v, 4)
-    settings = {"window": 3, "scaling": 0.4, "log_mix": torch.zeros(4, dtype=torch.float64)}
-    hashing, draws = module(**HASHED)._hashing(), []
-    for seed in range(150):
-        maps = module(feature_map_options={"num_features": 24, "seed": seed})._maps(0.4)
-        call = WindowedCall(q, k, v, *maps, 24, causal, **settings)
-        band = windowed.accumulate_causal(call)[0] if causal else windowed.accumulate_bidirectional(call)
-        total, _ = buckets.add_buckets(band, call, hashing, None)
-        draws.append(total.values[..., :-1] * total.log_scale.exp().unsqueeze(-1))
-    stacked = torch.stack(draws)
-    error = (stacked.mean(0) - exact) / (stacked.std(0) / len(draws) ** 0.5 + 1e-9)
-    assert float((error.abs() > 4).double().mean()) < 0.01  # 4 standard errors: one in 16,000 if normal
-
-
-@pytest.mark.slow
-@both
-def test_buckets_and_band_lower_the_error_of_the_estimate(causal):
+def test_the_band_lowers_the_error_of_the_estimate(causal):
     tensors = [tensor.detach() for tensor in doubles(60)]
     exact = naive.softmax_attention(*tensors, naive.visible(None, 2, 60, 60, causal), 0.4)
 
@@ -197,23 +133,21 @@ def test_buckets_and_band_lower_the_error_of_the_estimate(causal):
         draws = [{"feature_map_options": {"num_features": 32, "seed": seed}, **options} for seed in range(6)]
         return sum(float((run(module(**draw), tensors, causal)[0] - exact).norm()) for draw in draws)
 
-    band = error(window_size=9)
-    assert error(window_size=1) > band > error(window_size=9, num_hash_buckets=4, bucket_capacity=16, hash_rounds=2)
+    assert error(window_size=1) > error(window_size=9) > error(window_size=30)
 
 
-def test_a_token_without_buckets_is_one_step(monkeypatch):
+def test_a_token_is_one_step(monkeypatch):
     """It costs a fifteenth of the form for whole sequences."""
     layer, tensors = module(), [t.detach() for t in doubles(9)]
     whole = run(layer, tensors, True)[0]
     _, state = run(layer, [t[:, :, :-1] for t in tensors], True, return_state=True)
-    monkeypatch.delattr(windowed, "accumulate_causal")
+    monkeypatch.delattr(windowed, "windowed_causal")
     assert_close(run(layer, [t[:, :, -1:] for t in tensors], True, state=state)[0], whole[:, :, -1:], torch.float64)
 
 
-@kinds
 @pytest.mark.parametrize("pieces", [(1,) * 29, (2, 0, 17, 1, 9), (0, 28, 1)])
-def test_split_and_resume(pieces, options):
-    layer, tensors = module(**options), [t.detach() for t in doubles(29)]
+def test_split_and_resume(pieces):
+    layer, tensors = module(), [t.detach() for t in doubles(29)]
     whole, end = run(layer, tensors, True, return_state=True)
     out, state = in_pieces(
         lambda *parts, **more: run(layer, parts, True, return_state=True, **more), tensors, None, pieces
@@ -223,9 +157,8 @@ def test_split_and_resume(pieces, options):
         assert_close(state[name].double(), tensor.double(), torch.float64)
 
 
-@kinds
-def test_padding_anywhere_leaves_outputs_and_states_as_they_are(options):
-    layer, tensors = module(**options), [t.detach()[:1] for t in doubles(18)]
+def test_padding_anywhere_leaves_outputs_and_states_as_they_are():
+    layer, tensors = module(), [t.detach()[:1] for t in doubles(18)]
     single, state = run(layer, tensors, True, return_state=True)
     real = torch.zeros(1, 30, dtype=torch.bool)
     real[:, [0, 1, 5, 7, *range(9, 20), 25, 26, 28]] = True
@@ -238,13 +171,12 @@ def test_padding_anywhere_leaves_outputs_and_states_as_they_are(options):
         out, after = run(layer, [t[:, :, start:stop] for t in spread], True, mask, state=after, return_state=True)
         outs.append(out)
     assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], single.transpose(1, 2)[0], torch.float64)
-    for name in [name for name in state if name.startswith("bucket") or name in ("kv", "k_sum", "log_scale")]:
+    for name in ("kv", "k_sum", "log_scale"):
         assert_close(after[name].double(), state[name].double(), torch.float64)
 
 
-@kinds
-def test_a_large_last_token_does_not_change_the_past(options):
-    layer, tensors = module(**options), [t.detach() for t in doubles(25)]
+def test_a_large_last_token_does_not_change_the_past():
+    layer, tensors = module(), [t.detach() for t in doubles(25)]
     first = run(layer, tensors, True)[0]
     for tensor in tensors:
         tensor[:, :, -1] *= 20
@@ -252,75 +184,44 @@ def test_a_large_last_token_does_not_change_the_past(options):
 
 
 @both
-@kinds
-def test_gradcheck(options, causal):
-    layer, tensors = module(**options), [t[:1].detach().requires_grad_() for t in doubles(8)]
+def test_gradcheck(causal):
+    layer, tensors = module(), [t[:1].detach().requires_grad_() for t in doubles(8)]
     assert torch.autograd.gradcheck(lambda *x: run(layer, x, causal)[0], tensors, fast_mode=True)
 
 
 @both
-@kinds
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_explicit_weights_give_the_same_output(padding_side, options, causal):
-    layer, (q, k, v), mask = module(**options), doubles(19), padding_mask([19, 7], 19, padding_side)
+def test_explicit_weights_give_the_same_output(padding_side, causal):
+    layer, (q, k, v), mask = module(), doubles(19), padding_mask([19, 7], 19, padding_side)
     weights = layer.attention_weights(AttentionInputs(q, k, v, scaling=0.4, causal=causal, mask=mask))
     out = run(layer, (q, k, v), causal, mask)[0]
     assert_close(*(x.transpose(1, 2)[mask] for x in (weights @ naive.repeat_heads(v, 4), out)), torch.float64)
 
 
 @both
-@kinds
-def test_rows_of_padding_are_zero(options, causal):
+def test_rows_of_padding_are_zero(causal):
     mask = torch.stack([torch.ones(9), torch.zeros(9)]).bool()
-    assert not bool(run(module(**options), doubles(9), causal, mask)[0][1].any())
+    assert not bool(run(module(), doubles(9), causal, mask)[0][1].any())
 
 
 @both
-@kinds
-def test_half_precision(options, causal):
-    layer, tensors = module(**options).half(), [t.detach().half() for t in doubles(25)]
+def test_half_precision(causal):
+    layer, tensors = module().half(), [t.detach().half() for t in doubles(25)]
     out = run(layer, tensors, causal)[0]
     assert out.dtype == torch.float16
     assert_close(out, run(layer.double(), [t.double() for t in tensors], causal)[0], torch.float16)
 
 
-@pytest.mark.parametrize("family", DECODERS, ids=str)
-def test_a_hashed_model_decodes_and_ignores_padding(family):
-    model, ids = patched("scatterbrain", family, **HASHED), token_ids(2, 17)
-    full, cache = logits(model, ids), None
-    for step in range(17):
-        with torch.no_grad():
-            out = model(ids[:, step : step + 1], **cache_argument(model, cache), use_cache=True)
-        cache = output_cache(out)
-        assert_close(out.logits[:, 0], full[:, step])
-    batch = padded_batch([ids[0], ids[1, :7]], "left")
-    padded = logits(model, batch.pop("input_ids"), **batch)
-    assert_close(padded[1, -7:], logits(model, ids[1:, :7])[0])
-
-
 def test_state_bytes():
-    for options in OPTIONS:
-        layer = module(**options).float()
-        _, state = layer(AttentionInputs(*(x[:1] for x in qkv(30)), scaling=0.4, causal=True, return_state=True))
-        assert layer.state_bytes(30) == sum(tensor.nbytes for tensor in state.values())
-
-
-@pytest.mark.slow
-def test_compiles_with_buckets():
-    layer, tensors = module(**HASHED), [t.detach() for t in doubles(13)]
-    for causal in (False, True):
-        torch.compiler.reset()
-        compiled = torch.compile(lambda *x: run(layer, x, causal)[0], backend="aot_eager", fullgraph=True)  # noqa: B023
-        assert_close(compiled(*tensors), run(layer, tensors, causal)[0], torch.float64)
+    layer = module().float()
+    _, state = layer(AttentionInputs(*(x[:1] for x in qkv(30)), scaling=0.4, causal=True, return_state=True))
+    assert layer.state_bytes(30) == sum(tensor.nbytes for tensor in state.values())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"window_size": 0}, "window_size must be a whole number of at least 1, got 0"),
-        ({"num_hash_buckets": 3}, "num_hash_buckets must be an even whole number of at least 0, got 3"),
-        ({"hash_rounds": 0}, "hash_rounds must be a whole number of at least 1, got 0"),
-        ({"bucket_capacity": "4"}, "bucket_capacity must be a whole number of at least 1, got '4'"),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"feature_map": "favour+"}, r"Did you mean 'favor"),
     ],
@@ -333,13 +234,6 @@ def test_bad_options(options, message):
 def test_maps_with_negative_weights_are_refused():
     with pytest.raises(ValueError, match="A window cannot use 'favor' with these options"):
         module(feature_map="favor")
-
-
-def test_buckets_refuse_a_full_mask():
-    layer, mask = module(**HASHED), torch.ones(2, 1, 5, 5, dtype=torch.bool)
-    assert not layer.dense_masks
-    with pytest.raises(NotImplementedError, match="num_hash_buckets=0"):
-        layer.attention_weights(AttentionInputs(*doubles(5), scaling=0.4, causal=False, mask=mask))
 
 
 def test_a_state_of_a_bidirectional_layer_is_refused():

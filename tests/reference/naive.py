@@ -339,35 +339,6 @@ def nystrom_attention(
     return left @ inverses @ right @ value
 
 
-def hash_bucket(x: Tensor, directions: Tensor) -> int:
-    """The direction, or its opposite, that one vector has the largest product with; directions `[d, buckets / 2]`."""
-    products = [float(x @ column) for column in directions.T]
-    return max(
-        range(2 * len(products)), key=lambda b: products[b] if b < len(products) else -products[b - len(products)]
-    )
-
-
-def support(
-    query: Tensor, key: Tensor, allowed: Tensor, directions: Tensor | None, *, window: int, capacity: int, causal: bool
-) -> Tensor:
-    """Ω as booleans `[B, H, L, L]`: the band, and what each round of hashing adds. allowed `[B, 1, L, L]`."""
-    batch, heads, length, _ = query.shape
-    key = repeat_heads(key, heads)
-    pairs = torch.zeros(batch, heads, length, length, dtype=torch.bool)
-    for row, head, i in torch.cartesian_prod(*(torch.arange(n) for n in (batch, heads, length))).tolist():
-        seen = [j for j in range(length) if allowed[row, 0, i, j]]
-        for j in seen:
-            pairs[row, head, i, j] = abs(i - j) < window
-        for columns in directions if directions is not None else ():
-            mine = hash_bucket(query[row, head, i], columns)
-            same = [j for j in seen if hash_bucket(key[row, head, j], columns) == mine]
-            before = sum(j <= i for j in same)
-            low = before - capacity if causal else min(before - (capacity + 1) // 2, len(same) - capacity)
-            for j in same[max(low, 0) :][:capacity]:
-                pairs[row, head, i, j] = True
-    return pairs
-
-
 def scatterbrain_attention(
     query: Tensor,
     key: Tensor,

@@ -1,8 +1,8 @@
 """Independent derivations of definitions whose formula in the paper has another form than `naive`, in NumPy.
 
 `naive` runs recurrences and evaluates kernels directly. Here states are written out as sums over all earlier tokens,
-kernels of random features follow from other identities (completing the square, sums of angles), segments from their
-borders, and bucket neighbours from ranks: a mistake in a definition would not be repeated here.
+kernels of random features follow from other identities (completing the square, sums of angles), and segments from
+their borders: a mistake in a definition would not be repeated here.
 """
 
 from __future__ import annotations
@@ -141,36 +141,6 @@ def segment_mean(tokens, segments):
     return out
 
 
-def hash_bucket(x, directions):
-    return int(np.argmax(np.concatenate([x @ directions, -x @ directions])))
-
-
-def nearest(same, i, capacity, causal):
-    """The nearest up to i; both ways half of them on each side, and more of one where the other lacks some."""
-    before, after = [j for j in same if j <= i], [j for j in same if j > i]
-    if causal:
-        return before[-capacity:]
-    left = min((capacity + 1) // 2, len(before))
-    right = min(capacity - left, len(after))
-    left = min(capacity - right, len(before))
-    return before[len(before) - left :] + after[:right]
-
-
-def support(query, key, allowed, directions, *, window, capacity, causal):
-    out = np.zeros((*query.shape[:3], key.shape[2]), dtype=bool)
-    for b, h, g in each_head(query, key):
-        for i in range(query.shape[2]):
-            seen = [j for j in range(key.shape[2]) if allowed[b, 0, i, j]]
-            for columns in directions if directions is not None else ():
-                own = hash_bucket(query[b, h, i], columns)
-                same = [j for j in seen if hash_bucket(key[b, g, j], columns) == own]
-                for j in nearest(same, i, capacity, causal):
-                    out[b, h, i, j] = True
-            for j in seen:
-                out[b, h, i, j] |= abs(i - j) < window
-    return out
-
-
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -190,7 +160,7 @@ MASK = padding_mask([L, 4], L, "left")
 PADDED, BOTH = naive.visible(MASK, B, L, L, True), naive.visible(MASK, B, L, L, False)
 NOTHING = PADDED.clone()
 NOTHING[0, :, 3] = False
-ROWS, DIRECTIONS = normal(M, D, seed=4), normal(2, D, 2, seed=14)
+ROWS = normal(M, D, seed=4)
 DECAY, WRITE, RATE = 0.5 + uniform(B, G, L, M) / 2, uniform(B, G, L, seed=8), 0.1 + 0.8 * uniform(B, G, L, seed=9)
 GATE = 0.5 + uniform(B, G, L, seed=12) / 2
 
@@ -207,9 +177,6 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("gated_delta_attention", (unit(SIGNED_Q), unit(SIGNED_K), V, GATE, RATE, MASK, 0.3), {}),
     ("segment_mean", (K, 3), {}),
     ("segment_mean", (K, L), {}),
-    ("support", (Q, K, PADDED, DIRECTIONS), {"window": 2, "capacity": 2, "causal": True}),
-    ("support", (Q, K, BOTH, DIRECTIONS), {"window": 1, "capacity": 3, "causal": False}),
-    ("support", (Q, K, BOTH, None), {"window": 3, "capacity": 3, "causal": False}),
 ]
 
 

@@ -236,15 +236,6 @@ def test_codes_do_not_tell_keys_apart_by_a_coordinate_that_is_damped_away() -> N
     assert torch.allclose(codes[:4].repeat(50, 1), codes, atol=1e-3)
 
 
-def test_heads_whose_buckets_differ() -> None:
-    """Where one head has keys outside of its buckets, another may have none."""
-    options = {"feature_map_options": {"num_features": 8}, "num_hash_buckets": 2, "bucket_capacity": 16}
-    model = hla.patch_model(sharp(LLAMA), "scatterbrain", feature_map="vq", window_size=4, **options)
-    result = hla.calibrate(model, rows())
-    assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
-    assert bool((result.table["exact"] - result.table["calibrated"]).abs().lt(1e-3).all())
-
-
 def test_what_cannot_be_calibrated_is_an_error() -> None:
     with pytest.raises(ValueError, match="not patched"):
         hla.calibrate(LLAMA.build(), rows())
