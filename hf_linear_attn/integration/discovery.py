@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..feature_maps.base import AttentionShape
 from . import source_guards
+from .adapters import adapter_of
 from .context import attention_modules
 from .models import model_around, parent_names
 
@@ -68,7 +69,8 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             kinds = (type(module).__name__, *name.split(".")[-2:])  # BLIP-2 has `crossattention.attention`
             cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
             around: Any = modules[model_around(name, modules)]
-            against = None if cross else _masks_against_flag(module, causal, around)
+            stated = cross or adapter_of(module) is not None
+            against = None if stated else _masks_against_flag(module, causal, around)
             if against is not None and not getattr(around, "_supports_sdpa", False):
                 causal, against = against, None  # Its only implementation, eager attention, reads masks only.
             found = AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, bool(against))
@@ -192,7 +194,9 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
     kv_heads = heads // groups if groups else _first(module, ("num_key_value_heads",)) or heads
     value_dim = _first(module, ("v_head_dim",)) or head_dim
     sizes = heads, kv_heads, head_dim, value_dim
-    return AttentionShape(*sizes, index, max_length, layer.causal, softcap=softcap_of(module))
+    adapter = adapter_of(module)
+    reach = 0 if adapter is None else adapter.bias_reach(module)
+    return AttentionShape(*sizes, index, max_length, layer.causal, softcap=softcap_of(module), bias_reach=reach)
 
 
 def predicts_next_tokens(model: PreTrainedModel) -> bool:
@@ -252,6 +256,8 @@ def softcap_of(module: nn.Module) -> float | None:
 
 
 def _terms(module: nn.Module) -> Iterator[str]:
+    if (adapter := adapter_of(module)) is not None:
+        yield from adapter.terms
     if getattr(module, "sinks", None) is not None and source_guards.passes_sinks(type(module)):
         yield "sink"
     if softcap_of(module):
@@ -261,6 +267,8 @@ def _terms(module: nn.Module) -> Iterator[str]:
 def _obstacle(module: nn.Module) -> str:
     """Return why a module cannot be linear, by its flags and config first, else by its source; or ""."""
     cls = type(module)
+    if adapter_of(module) is not None:
+        return ""
     if getattr(module, "has_relative_attention_bias", False):
         return source_guards.POSITION_BIAS
     if reason := source_guards.obstacle(cls):

@@ -15,7 +15,7 @@ from transformers.utils import output_capturing
 from ..config import check_integers, layer_number
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import exact_weights
-from ..ops.terms import Terms
+from ..ops.terms import Terms, distances
 from .context import InterfaceCall, attention_modules, in_memory, layer_context
 from .discovery import self_attention
 from .mask import check_length, full_mask_to_bool
@@ -177,6 +177,9 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
         if full.dtype == torch.bool:
             full = query.new_zeros(full.shape).masked_fill(~full, torch.finfo(query.dtype).min)
         full = full.expand(query.shape[0], -1, -1, -1)
+    if call.terms is not None and call.terms.bias is not None:
+        distance = distances(length, keys, None, query.device)
+        kwargs = {**kwargs, "position_bias": call.terms.by_distance(distance).unsqueeze(0)}
     function: Any = (
         eager_function(call.module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
     )

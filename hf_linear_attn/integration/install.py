@@ -16,6 +16,7 @@ from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
 from ..mechanisms.softmax import EXACT
 from ..registry import ATTENTIONS
 from . import source_guards
+from .adapters import adapter_of
 from .attention import before_attention
 from .context import (
     IMPLEMENTATION,
@@ -34,7 +35,7 @@ from .discovery import (
     foreign_attention,
     self_attention,
 )
-from .models import model_around
+from .models import model_around, parents_of
 from .packing import MODEL_CONTEXT, add_model_hooks, remove_hooks
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,8 @@ def _warn_of_flags(root: PreTrainedModel, layers: Sequence[AttentionLayer]) -> N
     for layer in layers:
         around = modules[model_around(layer.name, modules)]
         flagged = declared_direction(layer.module) == (False, True) and not layer.causal
-        if flagged and source_guards.makes_causal_masks_only(type(around)):
+        stated = adapter_of(layer.module) is not None
+        if flagged and not stated and source_guards.makes_causal_masks_only(type(around)):
             logger.warning(
                 f"{layer.name} is bidirectional by its flag is_causal=False, which is not saved: a model that is "
                 "loaded again is causal. Set config.is_causal = False before patching, which is saved."
@@ -197,8 +199,11 @@ def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: 
             context = LayerContext(layer.name, implementation, causal, declared, layer.masks_causal)
             setattr(layer.module, LAYER_CONTEXT, context)
             configs.append(layer.config)
-            if not layer.cross:
-                layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
+            if layer.cross:
+                continue
+            layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
+            if (adapter := adapter_of(layer.module)) is not None:
+                adapter.install(layer.module, parents_of(layer.name, root))
     for config in configs:
         config._attn_implementation_internal = IMPLEMENTATION
     for index, (layer, layer_config) in planned.items():
@@ -225,6 +230,8 @@ def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> N
             if id(module.config) not in still_patched:
                 module.config._attn_implementation_internal = context.exact_implementation  # type: ignore[union-attr]
                 remove_hooks(module, before_attention)
+                if (adapter := adapter_of(module)) is not None:
+                    adapter.remove(module, parents_of(context.name, root))
                 delattr(module, LAYER_CONTEXT)
         for module in root.modules():
             context = getattr(module, MODEL_CONTEXT, None)

@@ -106,8 +106,12 @@ def check_length(mask: Tensor, seen: Any, new: Any) -> None:
 
 def padding_of(mask: Tensor | None) -> Tensor | None:
     """Return the padding mask `[B, S]` of a boolean `[B, 1, L, S]` whose queries all see the same keys by its shape or
-    strides, as `linear_attention_mask` makes it; any other mask as it is."""
-    if mask is None or mask.dim() != 4 or mask.dtype != torch.bool or mask.shape[1] != 1:
+    strides, as `linear_attention_mask` makes it, and of an additive `[B, 1, 1, S]`; any other mask as it is."""
+    if mask is None or mask.dim() != 4 or mask.shape[1] != 1:
+        return mask
+    if mask.is_floating_point() and mask.shape[2] == 1:
+        mask = full_mask_to_bool(mask)
+    if mask.dtype != torch.bool:
         return mask
     return mask[:, 0, 0] if mask.stride(2) == 0 or mask.shape[2] == 1 else mask
 

@@ -59,6 +59,11 @@ def parent_names(name: str) -> Iterator[str]:
         yield name
 
 
+def parents_of(name: str, root: nn.Module) -> list[nn.Module]:
+    """Return the modules around a module of a model, the nearest first."""
+    return [root.get_submodule(parent) for parent in parent_names(name)]
+
+
 def model_around(name: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the name of the nearest `PreTrainedModel` around a module (the model itself is "")."""
     return next((parent for parent in parent_names(name) if isinstance(modules[parent], PreTrainedModel)), "")

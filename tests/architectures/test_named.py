@@ -45,8 +45,6 @@ def test_named_architectures_keep_every_promise(case):
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("t5", "relative position bias to its logits, which a product of feature maps cannot express.*'softmax'"),
-        ("mt5", "relative position bias"),
         ("deberta-v2", "outside Transformers' attention interface.*It would need its attention to call ALL_ATTENTION"),
         ("mpnet", "outside Transformers' attention interface.*It would need"),
         ("bloom", "outside Transformers' attention interface.*It would need"),

@@ -6,32 +6,51 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForSeq2SeqLM, PretrainedConfig, T5Config, T5EncoderModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.adapters.base import last_bucket
 from hf_linear_attn.integration.discovery import find_attention, self_attention
 from hf_linear_attn.integration.exact import exact_attention, observe_attention
 from tests.architectures.inputs import find_inputs, tokens
-from tests.architectures.models import architecture_model
+from tests.architectures.models import Case, architecture_class, architecture_config, enlarge_weights
 from tests.architectures.properties import outputs, per_token, relative_difference
+from tests.reference import naive
 from tests.slow_cases import slow
 
 SINKS = ("gpt_oss", *slow("granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash"))
 CAPS = ("gemma2", *slow("vaultgemma", "t5gemma"))
-EVERY = pytest.mark.parametrize("model_type", [*SINKS, *CAPS])
+BIASES = ("t5", *slow("mt5", "umt5", "switch_transformers", "pop2piano", "longt5"))
+EVERY = pytest.mark.parametrize("model_type", [*SINKS, *CAPS, *BIASES])
 DECODERS = pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", *slow("flint", "vaultgemma")])
 WHOLE = {"window_size": 64}
 
 
+#: Sizes at which the terms matter for a few tokens: a low cap, and buckets that end at a distance of 4 or 7.
+SMALL_TERMS = {
+    "attn_logit_softcapping": 0.5,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 8,
+}
+
+
 def build(model_type):
-    """A tiny model whose terms matter: sinks that get attention, logits beyond their cap."""
-    model = architecture_model(model_type)
+    """A tiny model whose terms matter: sinks that get attention, logits beyond their cap, biases of distances."""
+    case = Case(model_type)
+    config = architecture_config(case)
+    parts = [part for part in vars(config).values() if isinstance(part, PretrainedConfig)]
+    for part in (config, *parts):
+        for name, value in SMALL_TERMS.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    torch.manual_seed(0)
+    model = architecture_class(case, config)(config).float().eval()
+    enlarge_weights(model)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
+        if name.endswith(("sinks", "relative_attention_bias.weight")):
             parameter.data = torch.randn(parameter.shape, generator=generator) + 1
-    for module in model.modules():
-        if getattr(module, "attn_logit_softcapping", None):
-            module.attn_logit_softcapping = 0.5
     return model
 
 
@@ -52,6 +71,8 @@ def without_terms(model):
             layer.module.sinks.data.fill_(-100.0)
         if getattr(layer.module, "attn_logit_softcapping", None):
             layer.module.attn_logit_softcapping = 1e4
+        if getattr(layer.module, "relative_attention_bias", None) is not None:
+            layer.module.relative_attention_bias.weight.data.zero_()
     return bare
 
 
@@ -141,8 +162,6 @@ def test_calibrated_codes_get_the_attention_that_their_keys_have_beside_the_term
 @DECODERS
 def test_saved_models_are_loaded_with_their_terms(model_type, tmp_path):
     model = patched_with(build(model_type), window_size=4, mix_init=0.0)
-    if hasattr(model.config, "attn_logit_softcapping"):
-        model.config.attn_logit_softcapping = 0.5
     inputs = {"input_ids": tokens(20), "use_cache": False}
     model.save_pretrained(tmp_path)
     loaded = hla.load_pretrained(tmp_path)
@@ -156,3 +175,161 @@ def test_mechanisms_that_cannot_apply_a_term_refuse_it_before_anything_is_change
     with pytest.raises(NotImplementedError, match=rf"adds {term} to its logits.*Use 'window'"):
         hla.patch_model(model, attention)
     assert not hla.is_patched(model)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Biases by distance
+
+
+def t5_inputs(length=24, target=18):
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, 15:] = 0
+    return {"input_ids": tokens(length), "attention_mask": mask, "decoder_input_ids": tokens(target, seed=2)}
+
+
+@pytest.mark.parametrize("exact", [(), (0,), (1, 3)], ids=["all linear", "first exact", "others exact"])
+def test_t5_decodes_with_a_cache_as_its_exact_model_does(exact):
+    """The first layer makes the bias of all others, exact or not."""
+    model, inputs = build("t5"), t5_inputs()
+    layers = {str(index): "softmax" for index in exact}
+    plan = {"default": {"attention": "window", **WHOLE, "exact_heads": [1]}, **layers}
+    patched = hla.patch_model(copy.deepcopy(model), plan)
+    wanted = per_token(model, {**inputs, "use_cache": False})
+    assert relative_difference(per_token(patched, {**inputs, "use_cache": False}), wanted) < 1e-5
+    past, parts, start = None, [], 0
+    for size in (1, 5, 1, 1, 8, 1, 1):
+        now = {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, start : start + size]}
+        with torch.no_grad():
+            out = patched(**now, past_key_values=past, use_cache=True)
+        past, start = out.past_key_values, start + size
+        parts.append(out.logits)
+    assert relative_difference(torch.cat(parts, dim=1), wanted) < 1e-5
+    settings = {"max_new_tokens": 7, "do_sample": False, "decoder_start_token_id": 1, "num_beams": 2}
+    prompt = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    assert torch.equal(patched.generate(**prompt, **settings), model.generate(**prompt, **settings))
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_t5_outside_of_its_window_is_the_definition_with_the_bias_of_the_paper(part):
+    """The buckets and the weights outside are computed from their formulas, one distance after the other."""
+    two_sided, window = part == "encoder", 7
+    options = {"window_size": 1, "mix_init": 0.3, "saturation": None, "sink_tokens": 1}
+    model = patched_with(build("t5"), feature_map="hedgehog", **options)
+    calls = []
+    with torch.no_grad(), observe_attention(model, calls.append):
+        model(**{**t5_inputs(40, 40), "attention_mask": torch.ones(2, 40, dtype=torch.long)}, use_cache=False)
+    table = getattr(model, part).block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    bias = torch.zeros(table.shape[1], 40, 40)
+    for i in range(40):
+        for j in range(40):
+            bucket = naive.position_bucket(j - i, bidirectional=two_sided, buckets=8, max_distance=8)
+            bias[:, i, j] = table[bucket].detach()
+    observed = [call for call in calls if call.causal is not two_sided]
+    assert len(observed) == 2
+    for call in observed:
+        mechanism = call.mechanism
+        reach = mechanism.options.window_size
+        assert reach <= window
+        query, key, value = (tensor.double() for tensor in (call.query, call.key, call.value))
+        features = [
+            function(tensor, call.scaling).values
+            for function, tensor in ((mechanism.feature_map.query, query), (mechanism.feature_map.key, key))
+        ]
+        expected = naive.windowed_attention(
+            query,
+            key,
+            value,
+            *features,
+            naive.visible(None, 2, 40, 40, call.causal),
+            window=reach,
+            causal=call.causal,
+            scaling=1.0,
+            log_mix=mechanism.log_mix.double(),
+            sinks=1,
+            bias=bias.double(),
+        )
+        torch.testing.assert_close(call.linear_output(), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "two_sided", "last"), [(32, True, 91), (32, False, 113), (8, True, 4), (8, False, 7)]
+)
+def test_the_last_bucket_begins_where_the_formula_says(buckets, two_sided, last):
+    distance = 128 if buckets == 32 else 8
+
+    def bucket(far):
+        return naive.position_bucket(-far, bidirectional=two_sided, buckets=buckets, max_distance=distance)
+
+    found = last_bucket(buckets, distance, two_sided=two_sided)
+    assert found in (last, last + 1)
+    assert all(bucket(far) == bucket(10_000) for far in range(found, 500))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and "view" not in str(func) and "expand" not in str(func):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_t5_never_makes_a_bias_of_all_pairs():
+    """At 8,192 tokens it would have 4 · 8,192² elements; no tensor has a fiftieth of that."""
+    config = T5Config(
+        vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4, num_decoder_layers=1, is_decoder=False
+    )
+    model = hla.patch_model(T5EncoderModel(config).eval(), "window")
+    ids = torch.randint(2, 50, (1, 8192), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), LargestTensor() as largest:
+        model(input_ids=ids)
+    assert largest.elements < 4 * 8192**2 // 50
+
+
+def test_t5_is_calibrated_saved_and_loaded(tmp_path):
+    options = {"window_size": 1, "sink_tokens": 1, "feature_map": "vq"}
+    model = patched_with(build("t5"), **options)
+    rows = [{**t5_inputs(), "decoder_input_ids": tokens(24, seed=seed)} for seed in range(3)]
+    table = hla.calibrate(model, rows, max_length=24).table
+    assert sorted(table["layer"].unique()) == [0, 1, 2, 3]
+    assert float((table["exact"] - table["calibrated"]).abs().max()) < 0.02
+    inputs = {**t5_inputs(), "use_cache": False}
+    model.save_pretrained(tmp_path)
+    loaded = hla.load_pretrained(tmp_path, auto_class=AutoModelForSeq2SeqLM)
+    torch.testing.assert_close(outputs(loaded, inputs)[0], outputs(model, inputs)[0])
+
+
+def test_t5_trains_with_gradient_checkpointing():
+    model = build("t5")
+    inputs = {**t5_inputs(), "use_cache": False}
+    patched_with(model, window_size=1, feature_map="hedgehog", mix_init=0.0)
+    gradients = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+                if isinstance(getattr(module, "dropout", None), float):
+                    module.dropout = 0.0
+        model(**inputs)[0].square().mean().backward()
+        gradients.append(model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+    assert float(gradients[0].abs().max()) > 0
+
+
+@pytest.mark.parametrize("model_type", ["t5", "umt5"])
+def test_unpatching_gives_a_model_its_own_methods_again(model_type):
+    model = build(model_type)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    inputs = {**t5_inputs(), "use_cache": False}
+    exact = per_token(model, inputs)
+    hla.unpatch_model(patched_with(model))
+    assert torch.equal(per_token(model, inputs), exact)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before

@@ -1,0 +1,58 @@
+"""The base class of adapters, and their registry by the names of attention classes."""
+
+import math
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+class Adapter:
+    """What the attention modules of a family need while their model is patched: all of them, exact ones too."""
+
+    #: The names of the terms that the modules add to their logits (`ops.terms.Terms`).
+    terms: tuple[str, ...] = ()
+
+    def bias_reach(self, module: nn.Module) -> int:
+        """Return the distance from which on the position bias of a module is constant; 0 without one."""
+        return 0
+
+    def install(self, module: Any, parents: Sequence[Any]) -> None:
+        """Change what a module does, but not its class; `parents` are the modules around it, the nearest first."""
+
+    def remove(self, module: Any, parents: Sequence[Any]) -> None:
+        """Undo `install`."""
+
+
+_ADAPTERS: dict[str, Adapter] = {}
+
+
+def register(adapter: Adapter, *class_names: str) -> None:
+    """Use an adapter for attention modules of these classes."""
+    _ADAPTERS.update(dict.fromkeys(class_names, adapter))
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """Return the adapter of an attention module, if its class has one."""
+    return _ADAPTERS.get(type(module).__name__)
+
+
+def set_method(module: Any, name: str, function: Any) -> None:
+    """Give one module a method of its own; copies of it have it, too."""
+    setattr(module, name, MethodType(function, module))
+
+
+def remove_method(module: Any, name: str) -> None:
+    """Give a module the method of its class again."""
+    vars(module).pop(name, None)
+
+
+def last_bucket(buckets: int, max_distance: int, *, two_sided: bool) -> int:
+    """Return the distance from which on T5's buckets are the last one (or one more, where rounding may decide).
+
+    Half of the buckets of a side have one distance each; n more grow up to `max_distance` by equal factors.
+    """
+    side = buckets // 2 if two_sided else buckets
+    exact = side // 2
+    return math.floor(exact * (max_distance / exact) ** ((side - 1 - exact) / (side - exact))) + 1
