@@ -26,11 +26,15 @@ DEFAULT_KEY = "default"
 LAYER_KEYS = ("attention", "options", "exact_heads")
 #: Mechanisms and feature maps that this version no longer has.
 RETIRED = frozenset({"cosformer"})
-#: Options that it no longer has, by mechanism or feature map: the value under which each did nothing, or None where it
-#: did nothing by itself.
+#: Options that it no longer has, by mechanism or feature map: the value under which each did nothing, or `...` where
+#: any value leaves a checkpoint as it is.
 RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"store_size": 0},
-    "scatterbrain": {"num_hash_buckets": 0, "hash_rounds": None, "bucket_capacity": None},
+    "scatterbrain": {"num_hash_buckets": 0, "hash_rounds": ..., "bucket_capacity": ...},
+    "performer-relu": {"kernel": "relu"},
+    "luna": {"activation": "elu", "scale_query": False, "init_scale": ...},
+    "nystrom": {"conv_kernel": None},
+    "linformer": {"projection": "linear"},
 }
 #: The last version that had all of these.
 RETIRED_AFTER = "0.1.0"
@@ -51,7 +55,7 @@ def without_retired(name: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name!r} is gone: {remedy}")
     for option, unused in RETIRED_OPTIONS.get(str(name), {}).items():
         value = remaining.pop(option, unused)
-        if unused is not None and value != unused:
+        if unused is not ... and value != unused:
             raise ValueError(f"The option {option}={value!r} of {name!r} is gone: {remedy}")
     if isinstance(remaining.get("feature_map_options"), Mapping):
         options = without_retired(remaining.get("feature_map"), remaining["feature_map_options"])

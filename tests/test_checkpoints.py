@@ -193,6 +193,28 @@ def test_a_checkpoint_of_an_earlier_version(checkpoint):
         unpatched(token_ids())
 
 
+#: What 0.1.0 wrote into `config.json` beside the options of today.
+GONE_IN_0_2_0 = {
+    "performer-relu": {"kernel": "relu"},
+    "luna": {"activation": "elu", "scale_query": False, "init_scale": 2.0},
+    "nystrom": {"conv_kernel": None},
+    "linformer": {"projection": "linear"},
+    "scatterbrain": {"num_hash_buckets": 0, "hash_rounds": 1, "bucket_capacity": 16},
+    "window": {"store_size": 0},
+}
+
+
+@pytest.mark.parametrize("attention", GONE_IN_0_2_0)
+def test_a_checkpoint_of_0_1_0_computes_as_it_did(attention, tmp_path):
+    model = patched(attention, BERT)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["linear_attention"]
+    for layer in saved["layers"].values():
+        layer["options"] |= GONE_IN_0_2_0[attention]
+    edit_config(tmp_path, linear_attention={**saved, "package_version": "0.1.0"})
+    assert torch.equal(logits(hla.load_pretrained(str(tmp_path)), token_ids()), logits(model, token_ids()))
+
+
 @pytest.mark.slow
 def test_the_trainer_resumes_and_loads_its_best_model(tmp_path):
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in token_ids(batch=8, length=9)]

@@ -43,47 +43,93 @@ def test_the_saved_form_is_json_with_every_option():
     assert LinearAttentionConfig.from_dict(json.loads(json.dumps(saved))).to_dict() == saved
 
 
-#: A layer as hf-linear-attn 0.1.0 saved it, with every option that it had.
+#: The options of a layer as hf-linear-attn 0.1.0 saved them: all that it had.
 SAVED_BY_0_1_0 = {
     "window": {
-        "window_size": 8,
-        "feature_map": "hedgehog",
+        "window_size": 64,
+        "feature_map": "vq",
         "feature_map_options": {},
-        "mix_init": 0.0,
-        "saturation": 8,
+        "mix_init": -100.0,
+        "saturation": None,
         "sink_tokens": 4,
         "store_size": 0,
         "cache_dtype": "auto",
     },
     "scatterbrain": {
         "window_size": 64,
-        "feature_map": "favor+",
-        "feature_map_options": {"num_features": 16},
+        "feature_map": "performer-relu",
+        "feature_map_options": {"kernel": "relu"},
         "num_hash_buckets": 0,
         "hash_rounds": 1,
         "bucket_capacity": 16,
         "seed": 0,
     },
+    "performer-relu": {
+        "num_features": 256,
+        "seed": 0,
+        "orthogonal": True,
+        "scaling": "chi",
+        "kernel": "relu",
+        "epsilon": 0.001,
+        "split_scaling": False,
+    },
+    "luna": {"num_packed": 64, "activation": "elu", "scale_query": False, "init_scale": 2.0, "seed": 0},
+    "nystrom": {"num_landmarks": 64, "iterations": 6, "conv_kernel": None},
+    "linformer": {
+        "num_slots": 128,
+        "max_length": 96,
+        "projection": "linear",
+        "sharing": "headwise",
+        "init": "segment-mean",
+        "fit": "resample",
+        "seed": 0,
+    },
 }
 
 
-@pytest.mark.parametrize("attention", SAVED_BY_0_1_0)
-def test_what_an_earlier_version_saved_is_read_without_the_options_that_are_gone(attention):
-    layer = {"attention": attention, "options": SAVED_BY_0_1_0[attention]}
-    saved = {"format_version": 1, "package_version": "0.1.0", "default": None, "layers": {"0": layer}}
-    options = LinearAttentionConfig.from_dict(saved).layers["0"].options
-    assert dict(options) == {name: layer["options"][name] for name in options}
-    assert len(options) < len(layer["options"])
+def saved_layer(attention, **changes):
+    layer = {"attention": attention, "options": {**SAVED_BY_0_1_0[attention], **changes}}
+    return {"format_version": 1, "package_version": "0.1.0", "default": None, "layers": {"0": layer}}
 
 
 @pytest.mark.parametrize(
-    ("attention", "option", "value"), [("window", "store_size", 4), ("scatterbrain", "num_hash_buckets", 8)]
+    ("attention", "gone"),
+    [
+        ("window", {"store_size"}),
+        ("scatterbrain", {"num_hash_buckets", "hash_rounds", "bucket_capacity"}),
+        ("performer-relu", {"kernel"}),
+        ("luna", {"activation", "scale_query", "init_scale"}),
+        ("nystrom", {"conv_kernel"}),
+        ("linformer", {"projection"}),
+    ],
+)
+def test_what_an_earlier_version_saved_is_read_without_the_options_that_are_gone(attention, gone):
+    expected = {name: value for name, value in SAVED_BY_0_1_0[attention].items() if name not in gone}
+    if "feature_map_options" in expected:
+        expected["feature_map_options"] = {}
+    assert dict(LinearAttentionConfig.from_dict(saved_layer(attention)).layers["0"].options) == expected
+
+
+@pytest.mark.parametrize(
+    ("attention", "option", "value"),
+    [
+        ("window", "store_size", 4),
+        ("scatterbrain", "num_hash_buckets", 8),
+        ("performer-relu", "kernel", "gelu"),
+        ("luna", "activation", "softplus"),
+        ("luna", "scale_query", True),
+        ("nystrom", "conv_kernel", 33),
+        ("linformer", "projection", "conv"),
+    ],
 )
 def test_a_saved_option_that_is_gone_is_refused_where_it_was_used(attention, option, value):
-    layer = {"attention": attention, "options": {**SAVED_BY_0_1_0[attention], option: value}}
-    saved = {"format_version": 1, "package_version": "0.1.0", "default": layer, "layers": {}}
     with pytest.raises(ValueError, match=rf"{option}={value!r} of {attention!r} is gone: hf-linear-attn 0\.1\.0 was"):
-        LinearAttentionConfig.from_dict(saved)
+        LinearAttentionConfig.from_dict(saved_layer(attention, **{option: value}))
+
+
+def test_a_saved_option_of_a_feature_map_that_is_gone_is_refused_where_it_was_used():
+    with pytest.raises(ValueError, match=r"kernel='gelu' of 'performer-relu' is gone"):
+        LinearAttentionConfig.from_dict(saved_layer("scatterbrain", feature_map_options={"kernel": "gelu"}))
 
 
 def test_a_saved_mechanism_that_is_gone_is_refused_with_the_version_that_had_it():

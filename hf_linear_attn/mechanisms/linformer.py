@@ -17,11 +17,6 @@ from .base import AttentionInputs, LinearAttention
 class LinformerOptions(Options):
     num_slots: int = option(128, "k, the number of projected keys and values", least=1)
     max_length: int | None = option(None, "n_max, the longest input (None: the model's own limit)", least=1)
-    projection: Literal["linear", "mean-pool", "conv"] = option(
-        "linear",
-        "'linear': learned k x n_max; 'conv': one learned kernel of n_max/k, applied to every segment; "
-        "'mean-pool': means of segments, nothing learned",
-    )
     sharing: Literal["none", "headwise", "kv", "layerwise"] = option(
         "headwise",
         "'none': E, F per head; 'headwise': E, F shared by the heads; 'kv': E = F as well; 'layerwise': "
@@ -55,10 +50,6 @@ class LinformerAttention(LinearAttention):
     row's result independent of the padding around it. Inputs longer than n_max raise a ValueError.
     The implied weights are `softmax(τ q (E K)ᵀ) F`, whose rows need not sum to 1 once F is trained.
 
-    `projection="conv"` is a convolution along the sequence with kernel and stride `c = ⌈n_max/k⌉`, the same kernel for
-    every feature: a row of E holds the kernel at its own segment and zeros elsewhere, with c parameters instead of
-    k·n_max. `"mean-pool"` fixes the kernel to 1/c.
-
     `sharing="layerwise"` ties one E over all layers that are patched with the same options, in checkpoints as well.
     (PEFT's `modules_to_save` copies each layer's module: adapted that way they are no longer tied.)
     """
@@ -71,12 +62,10 @@ class LinformerAttention(LinearAttention):
         super().__init__(shape, options)
         if options.max_length is None:
             raise ValueError("linformer needs max_length, the longest input: this model's config states no limit.")
-        self.kernel_size = -(-options.max_length // options.num_slots)
         heads = shape.num_key_value_heads if options.sharing == "none" else 1
-        learned = options.projection != "mean-pool"
-        self.project_key = self._initial(heads, 2 * shape.layer_index) if learned else None
-        two = learned and options.sharing in ("none", "headwise")
-        self.project_value = self._initial(heads, 2 * shape.layer_index + 1) if two else None
+        self.project_key = self._initial(heads, 2 * shape.layer_index)
+        has_own_values = options.sharing in ("none", "headwise")
+        self.project_value = self._initial(heads, 2 * shape.layer_index + 1) if has_own_values else None
 
     def share_with(self, first: LinearAttention) -> None:
         if self.options.sharing == "layerwise" and isinstance(first.project_key, nn.Parameter):
@@ -84,24 +73,16 @@ class LinformerAttention(LinearAttention):
             self._tied_weights_keys = {"project_key": "project_key"}
 
     def _initial(self, heads: int, stream: int) -> nn.Parameter:
-        """Return the start of E or F, `[heads, k, n_max]`, or of the kernel, `[heads, 1, c]`."""
-        options = self.options
-        linear = options.projection == "linear"
-        slots, length = (options.num_slots, options.max_length) if linear else (1, self.kernel_size)
-        if options.init == "segment-mean":
+        """Return the start of E or F, `[heads, k, n_max]`."""
+        slots, length = self.options.num_slots, self.options.max_length
+        if self.options.init == "segment-mean":
             return nn.Parameter(ops.segment_means(slots, length).repeat(heads, 1, 1))
-        start = gaussian(heads, slots, length, seed=options.seed * 1_000_003 + stream)
-        return nn.Parameter(start / (slots if linear else length) ** 0.5)
+        start = gaussian(heads, slots, length, seed=self.options.seed * 1_000_003 + stream)
+        return nn.Parameter(start / slots**0.5)
 
-    def _columns(self, parameter: Tensor | None, key: Tensor, mask: Tensor | None) -> Tensor:
+    def _columns(self, parameter: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """Return E or F fitted to the keys, `[B | 1, heads, k, S]`."""
-        dtype, slots = compute_dtype(key), self.options.num_slots
-        if parameter is None:
-            parameter = key.new_full((1, 1, self.kernel_size), 1 / self.kernel_size, dtype=dtype)
-        projection = parameter.to(dtype)
-        if self.options.projection != "linear":
-            projection = ops.block_diagonal(projection, slots)
-        return ops.columns(projection, key.shape[2], mask, self.options.fit == "resample")
+        return ops.columns(parameter.to(compute_dtype(key)), key.shape[2], mask, self.options.fit == "resample")
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
@@ -114,8 +95,9 @@ class LinformerAttention(LinearAttention):
             )
         dtype = compute_dtype(query)
         project_key = self._columns(self.project_key, key, mask)
-        shared = self.project_value is None
-        project_value = project_key if shared else self._columns(self.project_value, key, mask)
+        project_value = project_key
+        if self.project_value is not None:
+            project_value = self._columns(self.project_value, key, mask)
         key_slots = project_key @ mask_tokens(key.to(dtype), mask)
         value_slots = project_value @ mask_tokens(value.to(dtype), mask)
         # A NaN in a padded query would meet a zero gradient, and spread through the slots.

@@ -1,12 +1,7 @@
 """Luna: attention through a short learned sequence."""
 
-import math
-from dataclasses import replace
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..feature_maps.base import AttentionShape, Options
 from ..feature_maps.random_features import gaussian, layer_seed
@@ -24,13 +19,6 @@ CAUSAL_INIT = 0.1
 
 class LunaOptions(Options):
     num_packed: int = option(64, "l, the length of the learned sequence P", least=1)
-    activation: Literal["elu", "softplus"] = option(
-        "elu", "f of the causal form: 'elu': elu(x) + 1; 'softplus': with β = ln 2"
-    )
-    scale_query: bool = option(False, "causal form: multiply q·k by τ, as the weights are")
-    init_scale: float | None = option(
-        None, "standard deviation of P at the start (None: 2 bidirectional, 0.1 causal)", above=0
-    )
     seed: int = option(0, "seed of the start of P; layers draw different ones from it", least=0)
 
 
@@ -49,7 +37,7 @@ class LunaAttention(LinearAttention):
 
     P `[l, d]` is learned, one for each key-value head. Its weights are a distribution over the keys.
 
-    Causal, with `a_j = elu(τ P k_j) + 1` (or softplus with β = ln 2, which is 1 at 0 as well; the authors' code):
+    Causal, with `a_j = elu(τ P k_j) + 1` (the authors' code):
     `u_i = softmax((1/n_i) Σ_{j<=i} (q_i·k_j) a_j)`, `o_i = (1/n_i) Σ_{j<=i} (u_i·a_j) v_j`, n_i the real tokens up to
     i. Two running sums `Σ a_j k_jᵀ`, `Σ a_j v_jᵀ` and the count are the state. The weights `(u_i·a_j)/n_i` are
     positive, but nothing makes them sum to 1: a freshly patched decoder is far from the original.
@@ -58,15 +46,14 @@ class LunaAttention(LinearAttention):
     """
 
     def __init__(self, shape: AttentionShape, options: LunaOptions) -> None:
-        init_scale = options.init_scale or (CAUSAL_INIT if shape.causal else BIDIRECTIONAL_INIT)
-        options = replace(options, init_scale=init_scale)
         super().__init__(shape, options)
         self.distribution = not shape.causal
         # The causal sums are a function of the visible keys of each query; the bidirectional slots serve all queries.
         self.dense_masks = shape.causal
         self.transfer_lr = 5e-2 if shape.causal else 1e-2
         size = (shape.num_key_value_heads, options.num_packed, shape.head_dim)
-        self.packed = nn.Parameter(init_scale * gaussian(*size, seed=layer_seed(options.seed, shape)))
+        scale = CAUSAL_INIT if shape.causal else BIDIRECTIONAL_INIT
+        self.packed = nn.Parameter(scale * gaussian(*size, seed=layer_seed(options.seed, shape)))
 
     @torch.no_grad()
     def start_from_queries(self, query: Tensor, real: Tensor | None = None) -> None:
@@ -91,17 +78,9 @@ class LunaAttention(LinearAttention):
         self.begin_forward(inputs)
         if not inputs.causal:
             return ops.bidirectional(inputs, self.packed), None
-        return ops.causal(inputs, self.packed, self._activation, self._query_scale(inputs.scaling))
+        return ops.causal(inputs, self.packed)
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         if not inputs.causal:
             return super().attention_weights(inputs)
-        return ops.dense_causal_weights(inputs, self.packed, self._activation, self._query_scale(inputs.scaling))
-
-    def _query_scale(self, scaling: float) -> float:
-        return scaling if self.options.scale_query else 1.0
-
-    def _activation(self, x: Tensor) -> Tensor:
-        if self.options.activation == "elu":
-            return functional.elu(x) + 1
-        return functional.softplus(x, beta=math.log(2))
+        return ops.dense_causal_weights(inputs, self.packed)

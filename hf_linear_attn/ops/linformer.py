@@ -54,13 +54,6 @@ def resample_projection(projection: Tensor, positions: Tensor, lengths: Tensor) 
     return (integral((positions + 1) * share) - integral(positions * share)).permute(2, 0, 1, 3)
 
 
-def block_diagonal(kernel: Tensor, slots: int) -> Tensor:
-    """Write a convolution whose stride is its size as a projection: `[h, 1, c] -> [h, slots, slots·c]`."""
-    heads, _, size = kernel.shape
-    identity = torch.eye(slots, dtype=kernel.dtype, device=kernel.device).unsqueeze(-1)
-    return (identity * kernel.unsqueeze(1)).reshape(heads, slots, slots * size)
-
-
 def columns(projection: Tensor, length: int, mask: Tensor | None, resample: bool) -> Tensor:
     """Fit the projection to a sequence of `length` tokens, `[B | 1, h, k, S]`, with zero columns for padding."""
     if mask is None and (length == projection.shape[-1] or not resample):

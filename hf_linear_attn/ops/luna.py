@@ -2,10 +2,10 @@
 
 Bidirectional: `K̃ = softmax(τ P Kᵀ) K`, `Ṽ = softmax(τ P Kᵀ) V`, `O = softmax(τ Q K̃ᵀ) Ṽ`.
 
-Causal, with `a_j = f(τ P k_j) ∈ R^l` positive and n_i the number of real tokens up to i:
-`u_i = softmax((1/n_i) Σ_{j<=i} (s q_i·k_j) a_j)`, `o_i = (1/n_i) Σ_{j<=i} (u_i·a_j) v_j`.
+Causal, with `a_j = elu(τ P k_j) + 1 ∈ R^l` and n_i the number of real tokens up to i:
+`u_i = softmax((1/n_i) Σ_{j<=i} (q_i·k_j) a_j)`, `o_i = (1/n_i) Σ_{j<=i} (u_i·a_j) v_j`.
 
-s is `query_scale`, f `activation`, P `packed` `[G, l, d]`. Other shapes and τ are those of `AttentionInputs`, with
+P is `packed` `[G, l, d]`. Other shapes and τ are those of `AttentionInputs`, with
 `H = G·R` query heads for G key-value heads.
 
 The state of the causal form is
@@ -14,10 +14,9 @@ The state of the causal form is
     `count`        `[B]`            n
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .calls import AttentionInputs
 from .common import State, compute_dtype, group_heads, mask_tokens, refuse_free_length, softmax_rows, token_blocks
@@ -25,9 +24,6 @@ from .linformer import low_rank_attention
 
 #: Tokens per chunk of the causal form.
 CHUNK = 128
-
-Activation = Callable[[Tensor], Tensor]
-"""The positive function f, elementwise."""
 
 
 def bidirectional(inputs: AttentionInputs, packed: Tensor) -> Tensor:
@@ -42,7 +38,7 @@ def bidirectional(inputs: AttentionInputs, packed: Tensor) -> Tensor:
     return low_rank_attention(query, weights @ keys, weights @ values, inputs.scaling).to(inputs.value.dtype)
 
 
-def causal(inputs: AttentionInputs, packed: Tensor, activation: Activation, query_scale: float) -> tuple[Tensor, State]:
+def causal(inputs: AttentionInputs, packed: Tensor) -> tuple[Tensor, State]:
     """Compute the causal form, continued from `inputs.state`, and the state after the last token.
 
     There are two causal passes with linear-time sums: time O(L·(CHUNK + l)·(d + e)), temporaries O(CHUNK·(CHUNK + l))
@@ -65,8 +61,8 @@ def causal(inputs: AttentionInputs, packed: Tensor, activation: Activation, quer
     key_sum, value_sum = state["packed_key"], state["packed_value"]
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (queries, keys, values) in token_blocks(CHUNK, mask, query, key, value):
-        features = mask_tokens(packing_features(packed, keys, activation, inputs.scaling), part)
-        rows, share = group_heads(queries * query_scale, groups), shares[:, :, :, start:stop]
+        features = mask_tokens(packing_features(packed, keys, inputs.scaling), part)
+        rows, share = group_heads(queries, groups), shares[:, :, :, start:stop]
         logits = _causal_read(rows, keys, features, key_sum.transpose(-1, -2)) * share
         out = _causal_read(torch.softmax(logits, dim=-1), features, values, value_sum) * share
         outputs.append(out.flatten(1, 2).to(value.dtype))
@@ -80,9 +76,9 @@ def causal(inputs: AttentionInputs, packed: Tensor, activation: Activation, quer
     return torch.cat(outputs, dim=2), after
 
 
-def packing_features(packed: Tensor, key: Tensor, activation: Activation, scaling: float) -> Tensor:
-    """Compute `a_j = f(τ P k_j)`: `[G, l, d] x [B, G, S, d] -> [B, G, S, l]`."""
-    return activation((key * scaling) @ packed.to(key.dtype).transpose(-1, -2))
+def packing_features(packed: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Compute `a_j = elu(τ P k_j) + 1`: `[G, l, d] x [B, G, S, d] -> [B, G, S, l]`."""
+    return functional.elu((key * scaling) @ packed.to(key.dtype).transpose(-1, -2)) + 1
 
 
 def _causal_read(rows: Tensor, keys: Tensor, values: Tensor, past: Tensor) -> Tensor:
@@ -92,15 +88,15 @@ def _causal_read(rows: Tensor, keys: Tensor, values: Tensor, past: Tensor) -> Te
     return weights @ values.unsqueeze(2) + rows @ past.unsqueeze(2)
 
 
-def dense_causal_weights(inputs: AttentionInputs, packed: Tensor, activation: Activation, query_scale: float) -> Tensor:
+def dense_causal_weights(inputs: AttentionInputs, packed: Tensor) -> Tensor:
     """Compute the weights `(u_i·a_j)/n_i` `[B, H, L, S]` of the causal form. O(L·S)."""
     query, key, allowed = inputs.query, inputs.key, inputs.visible()
     dtype = compute_dtype(query)
     heads, groups = query.shape[1], key.shape[1]
     keys = mask_tokens(key.to(dtype), allowed.any(dim=2).any(dim=1).expand(key.shape[0], -1))
-    features = packing_features(packed, keys, activation, inputs.scaling).repeat_interleave(heads // groups, dim=1)
+    features = packing_features(packed, keys, inputs.scaling).repeat_interleave(heads // groups, dim=1)
     keys = keys.repeat_interleave(heads // groups, dim=1)
     share = allowed.sum(dim=-1, keepdim=True).clamp_min(1).to(dtype).reciprocal()
-    products = ((query.to(dtype) * query_scale) @ keys.transpose(-1, -2)).masked_fill(~allowed, 0.0)
+    products = (query.to(dtype) @ keys.transpose(-1, -2)).masked_fill(~allowed, 0.0)
     mixture = torch.softmax((products @ features) * share, dim=-1)
     return (mixture @ features.transpose(-1, -2)).masked_fill(~allowed, 0.0) * share

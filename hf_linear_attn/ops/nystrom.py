@@ -10,7 +10,6 @@ m is `landmarks`; τ and the shapes are those of `AttentionInputs`, with L = S.
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .calls import AttentionInputs
 from .common import block_length, compute_dtype, is_free, mask_tokens, softmax_rows, token_blocks
@@ -76,11 +75,3 @@ def nystrom(inputs: AttentionInputs, landmarks: int, iterations: int) -> Tensor:
     for _, _, _, (block,) in token_blocks(block_length(batch, heads, keys.shape[2], length), None, rows):
         outputs.append((softmax_rows(block @ keys.transpose(-1, -2), allowed) @ values).to(inputs.value.dtype))
     return torch.cat(outputs, dim=2)
-
-
-def depthwise_skip(value: Tensor, kernel: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute `Σ_t w_t v_{i+t-c}` per head, c the middle of the kernel: `[B, G, S, e]`, `[H, k]` -> `[B, H, S, e]`."""
-    heads, size = kernel.shape
-    values = mask_tokens(value.to(compute_dtype(value)), mask).repeat_interleave(heads // value.shape[1], dim=1)
-    weight = kernel.to(values.dtype)[:, None, :, None]
-    return functional.conv2d(values, weight, padding=(size // 2, 0), groups=heads)

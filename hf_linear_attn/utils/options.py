@@ -50,7 +50,7 @@ class Bounds:
     above: float | None = None  # a number that is smaller than all values
     below: float | None = None  # a number that is greater than all values
     most: float | None = None  # the largest value
-    parity: Literal["even", "odd"] | None = None  # of a whole number
+    even: bool = False  # of a whole number
 
     def include(self, value: Any) -> bool:
         # Negated comparisons would let NaN pass.
@@ -61,14 +61,14 @@ class Bounds:
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
             and (self.most is None or value <= self.most)
-            and (self.parity is None or value % 2 == (self.parity == "odd"))
+            and not (self.even and value % 2)
         )
 
     def describe(self, kind: str) -> str:
         """Return the name of a type of numbers, such as "a whole number", with these bounds."""
         numbers = {"of at least": self.least, "above": self.above, "of at most": self.most, "below": self.below}
         texts = [f"{word} {number}" for word, number in numbers.items() if number is not None]
-        named = kind.replace("a whole", f"an {self.parity} whole") if self.parity else kind
+        named = kind.replace("a whole", "an even whole") if self.even else kind
         return " ".join([named, " and ".join(texts)]).strip()
 
 

@@ -1,23 +1,16 @@
-"""The forms of Linformer: projection, sharing, fit, mixed lengths, saving."""
+"""The forms of Linformer: sharing, fit, mixed lengths, saving."""
 
 import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.ops import linformer as ops
 from tests.comparing import assert_close, relative_error
 from tests.inputs import padded_batch, padding_mask, qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference import naive
 from tests.tiny_models import BERT, GPT2
 
-PROJECTIONS = ("linear", "mean-pool", "conv")
-SHARINGS = ("none", "headwise", "kv")
-EVERY_FORM = pytest.mark.parametrize(
-    "options",
-    [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS],
-    ids=lambda o: "-".join(o.values()),
-)
+SHARINGS = pytest.mark.parametrize("sharing", ["none", "headwise", "kv"])
 FITS = pytest.mark.parametrize("fit", ["resample", "truncate"])
 
 
@@ -25,21 +18,12 @@ def build(*sizes, **options):
     return checks.build("linformer", False, *sizes, seed=3, **{"num_slots": 5, "limit": 131, **options})
 
 
-def fitted(parameter, options, length, like):
+def fitted(parameter, options, length):
     """The projection of one row of `length` tokens, column by column: the definition of the forms."""
-    slots, n = options.num_slots, options.max_length
-    size = -(-n // slots)
-    if options.projection == "linear":
-        full = parameter
-    else:
-        kernel = like.new_full((1, 1, size), 1 / size) if parameter is None else parameter
-        full = torch.cat(
-            [torch.nn.functional.pad(kernel, (r * size, (slots - 1 - r) * size)) for r in range(slots)], dim=1
-        )
     if options.fit == "truncate":
-        return full[..., :length]
-    columns = full.shape[-1]
-    fine = full.repeat_interleave(length, dim=-1) / length  # `length` pieces of each column
+        return parameter[..., :length]
+    columns = parameter.shape[-1]
+    fine = parameter.repeat_interleave(length, dim=-1) / length  # `length` pieces of each column
     return torch.stack([fine[..., p * columns : (p + 1) * columns].sum(dim=-1) for p in range(length)], dim=-1)
 
 
@@ -47,59 +31,56 @@ def definition(module, q, k, v, causal):
     length, options = q.shape[2], module.options
     if not length:
         return q.new_zeros(*q.shape[:3], v.shape[3])
-    project_key = fitted(module.project_key, options, length, q)
+    project_key = fitted(module.project_key, options, length)
     projection = module.project_value if options.sharing != "kv" else module.project_key
-    return naive.linformer_attention(q, k, v, project_key, fitted(projection, options, length, q), checks.SCALING)
+    return naive.linformer_attention(q, k, v, project_key, fitted(projection, options, length), checks.SCALING)
 
 
-@EVERY_FORM
+@SHARINGS
 @FITS
 @pytest.mark.parametrize("length", [1, 4, 33, 131])
-def test_equals_the_definition(options, fit, length):
-    checks.check_output(build(4, 2, 5, 9, fit=fit, **options), definition, length, dim=5, value_dim=9)
+def test_equals_the_definition(sharing, fit, length):
+    checks.check_output(build(4, 2, 5, 9, fit=fit, sharing=sharing), definition, length, dim=5, value_dim=9)
 
 
-@EVERY_FORM
+@SHARINGS
 @FITS
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_mixed_lengths_in_one_batch(options, fit, padding_side):
-    checks.check_padding(build(fit=fit, **options), definition, padding_side)
+def test_mixed_lengths_in_one_batch(sharing, fit, padding_side):
+    checks.check_padding(build(fit=fit, sharing=sharing), definition, padding_side)
 
 
 def test_no_tokens():
     checks.check_output(build(), definition, 0)
 
 
-@EVERY_FORM
-def test_gradients(options):
-    checks.check_gradients(build(6, 2, 5, 11, **options), definition, 33, heads=6, groups=2, dim=5, value_dim=11)
+@SHARINGS
+def test_gradients(sharing):
+    checks.check_gradients(build(6, 2, 5, 11, sharing=sharing), definition, 33, heads=6, groups=2, dim=5, value_dim=11)
 
 
-@EVERY_FORM
-def test_gradcheck(options):
-    module = build(2, 1, 3, 2, limit=7, **{"num_slots": 2, **options})
+@SHARINGS
+def test_gradcheck(sharing):
+    module = build(2, 1, 3, 2, limit=7, num_slots=2, sharing=sharing)
     checks.check_gradcheck(module, heads=2, groups=1, dim=3, value_dim=2)
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_poisoned_padding_reaches_no_gradient(projection):
-    checks.check_poisoned_gradients(build(projection=projection))
+def test_poisoned_padding_reaches_no_gradient():
+    checks.check_poisoned_gradients(build())
 
 
-@EVERY_FORM
-def test_weights(options):
-    checks.check_weights(build(**options))
+@SHARINGS
+def test_weights(sharing):
+    checks.check_weights(build(sharing=sharing))
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_half(dtype, projection):
-    checks.check_half(build(projection=projection), definition, dtype, length=131)
+def test_half(dtype):
+    checks.check_half(build(), definition, dtype, length=131)
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_a_row_of_padding_is_zero(projection):
-    out, _ = checks.run(build(projection=projection), *qkv(20), mask=padding_mask([20, 0], 20, "left"))
+def test_a_row_of_padding_is_zero():
+    out, _ = checks.run(build(), *qkv(20), mask=padding_mask([20, 0], 20, "left"))
     assert float(out[1].abs().max()) == 0.0
 
 
@@ -107,56 +88,27 @@ def test_a_row_of_padding_is_zero(projection):
 # What the forms are
 
 
-def test_every_projection_starts_as_the_same_pooling():
-    inputs = qkv(33)
-    outs = []
-    for projection in PROJECTIONS:
-        outs.append(
-            checks.run(checks.build("linformer", False, num_slots=5, limit=130, projection=projection), *inputs)[0]
-        )
-    assert_close(outs[1], outs[0])
-    assert_close(outs[2], outs[0])
-
-
-def test_the_convolution_is_a_convolution():
-    kernel, keys = torch.randn(1, 1, 4), torch.randn(2, 1, 12, 6)
-    slots = ops.block_diagonal(kernel, 3) @ keys
-    expected = torch.nn.functional.conv1d(keys[:, 0].transpose(1, 2).reshape(12, 1, 12), kernel, stride=4)
-    assert_close(slots[:, 0], expected.view(2, 6, 3).transpose(1, 2))
-
-
 @pytest.mark.parametrize(
-    ("projection", "sharing", "parameters"),
-    [
-        ("linear", "none", 2 * 2 * 5 * 131),
-        ("linear", "headwise", 2 * 5 * 131),
-        ("linear", "kv", 5 * 131),
-        ("conv", "none", 2 * 2 * 27),
-        ("conv", "headwise", 2 * 27),
-        ("conv", "kv", 27),
-        ("mean-pool", "headwise", 0),
-    ],
+    ("sharing", "parameters"), [("none", 2 * 2 * 5 * 131), ("headwise", 2 * 5 * 131), ("kv", 5 * 131)]
 )
-def test_parameters(projection, sharing, parameters):
-    assert build(projection=projection, sharing=sharing).learned_parameters() == parameters
+def test_parameters(sharing, parameters):
+    assert build(sharing=sharing).learned_parameters() == parameters
 
 
-@pytest.mark.parametrize("projection", ["linear", "conv"])
-def test_a_gaussian_start_is_reproducible_and_differs_by_layer_and_role(projection):
-    made = [checks.build("linformer", False, init="gaussian", projection=projection, num_slots=16) for _ in range(2)]
+def test_a_gaussian_start_is_reproducible_and_differs_by_layer_and_role():
+    made = [checks.build("linformer", False, init="gaussian", num_slots=16) for _ in range(2)]
     assert torch.equal(made[0].project_key, made[1].project_key)
     assert not torch.equal(made[0].project_key, made[0].project_value)
-    rows = made[0].project_key.shape[2] if projection == "conv" else 16
-    assert float(made[0].project_key.std()) == pytest.approx(rows**-0.5, rel=0.2)
+    assert float(made[0].project_key.std()) == pytest.approx(16**-0.5, rel=0.2)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # In a model
 
 
-@EVERY_FORM
-def test_saved_and_loaded_bit_equal(options, tmp_path):
-    model = hla.patch_model(BERT.build(), "linformer", num_slots=5, **options)
+@SHARINGS
+def test_saved_and_loaded_bit_equal(sharing, tmp_path):
+    model = hla.patch_model(BERT.build(), "linformer", num_slots=5, sharing=sharing)
     for name, parameter in model.named_parameters():
         if "linear_attention" in name:
             parameter.data += 0.1 * torch.randn(parameter.shape)
@@ -167,19 +119,16 @@ def test_saved_and_loaded_bit_equal(options, tmp_path):
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
-@EVERY_FORM
-def test_a_transfer_trains_what_is_learned(options):
-    model = hla.patch_model(BERT.build(), "linformer", num_slots=5, **options)
+@SHARINGS
+def test_a_transfer_trains_what_is_learned(sharing):
+    model = hla.patch_model(BERT.build(), "linformer", num_slots=5, sharing=sharing)
     batches = [{"input_ids": token_ids(), "attention_mask": torch.ones(2, 21, dtype=torch.long)}]
     result = hla.transfer_attention(model, batches, max_steps=12, learning_rate=1e-2)
-    if options["projection"] == "mean-pool":  # nothing to learn
-        assert (result.steps, list(result.losses)) == (0, [])
-        return
     assert result.losses[-1] < result.losses[0]
 
 
 def test_mixed_lengths_through_a_model_equal_single_rows():
-    model = hla.patch_model(BERT.build(), "linformer", num_slots=5, projection="conv")
+    model = hla.patch_model(BERT.build(), "linformer", num_slots=5)
     rows = [token_ids(1, length, seed=length)[0] for length in (2, 30, 11)]
     batch = padded_batch(rows, "right")
     together = model(**batch).logits
@@ -191,7 +140,6 @@ def test_mixed_lengths_through_a_model_equal_single_rows():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"projection": "max-pool"}, "projection must be one of 'linear', 'mean-pool', 'conv', got 'max-pool'"),
         ({"sharing": "rowwise"}, "sharing must be one of 'none', 'headwise', 'kv', 'layerwise', got 'rowwise'"),
         ({"init": "zeros"}, "init must be one of .segment-mean., .gaussian., got .zeros."),
         ({"fit": "pad"}, "fit must be one of .resample., .truncate., got .pad."),

@@ -24,11 +24,7 @@ def definition(module, q, k, v, causal):
     packed, tau = module.packed, checks.SCALING
     if not causal:
         return luna_attention(q, k, v, packed, tau)
-    activation = {
-        "elu": lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp()),
-        "softplus": lambda x: torch.log2(1 + 2**x),
-    }[module.options.activation]
-    return luna_causal_attention(q, k, v, packed, activation, tau, tau if module.options.scale_query else 1.0)
+    return luna_causal_attention(q, k, v, packed, lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp()), tau, 1.0)
 
 
 @DIRECTIONS
@@ -37,15 +33,13 @@ def test_equals_the_definition(length, causal):
     checks.check_output(build(causal, 4, 2, 5, 9), definition, length, dim=5, value_dim=9)
 
 
-@pytest.mark.parametrize("options", [{"activation": "softplus"}, {"scale_query": True}, {"num_packed": 1}])
-def test_causal_options(options):
-    checks.check_output(build(True, **options), definition, 140)
+def test_a_packed_sequence_of_one_vector():
+    checks.check_output(build(True, num_packed=1), definition, 140)
 
 
-@pytest.mark.parametrize("options", [{}, {"activation": "softplus"}, {"scale_query": True}], ids=str)
 @torch.no_grad()
-def test_causal_weights_times_values_are_the_output(options):
-    module, (q, k, v) = build(True, **options), qkv(40)
+def test_causal_weights_times_values_are_the_output():
+    module, (q, k, v) = build(True), qkv(40)
     out, _ = module(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=True))
     weights = module.attention_weights(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=True))
     assert_close(weights @ v.repeat_interleave(2, dim=1), out)
@@ -140,9 +134,8 @@ def test_half(causal, dtype):
     checks.check_half(build(causal), definition, dtype)
 
 
-@pytest.mark.parametrize("activation", ["elu", "softplus"])
-def test_a_packed_sequence_of_zeros_averages_the_values(activation):
-    module = build(True, activation=activation)
+def test_a_packed_sequence_of_zeros_averages_the_values():
+    module = build(True)
     module.packed.data.zero_()
     q, k, v = qkv(20)
     expected = v.cumsum(dim=2) / torch.arange(1, 21)[:, None]
@@ -159,7 +152,6 @@ def test_layers_and_seeds_differ_and_the_scale_depends_on_the_direction():
         first, second = [p for name, p in model.named_parameters() if name.endswith("linear_attention.packed")]
         assert not torch.equal(first, second)
         assert 0.9 * scale < float(first.std()) < 1.1 * scale
-        assert model.config.linear_attention["layers"]["0"]["options"]["init_scale"] == scale
     one, two = (checks.build("luna", False, **{"seed": None}) for _ in range(2))
     assert torch.equal(one.packed, two.packed)
 
@@ -197,8 +189,6 @@ def test_a_start_from_queries_of_the_model():
     ("options", "message"),
     [
         ({"num_packed": 0}, "num_packed must be a whole number of at least 1, got 0"),
-        ({"activation": "relu"}, "activation must be one of 'elu', 'softplus', got 'relu'"),
-        ({"init_scale": 0.0}, "init_scale must be a finite number above 0, got 0.0"),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
     ],
 )

@@ -24,14 +24,7 @@ def build(*sizes, **options):
 def definition(module, q, k, v, causal):
     options = module.options
     settings = {"landmarks": options.num_landmarks, "iterations": options.iterations, "scaling": checks.SCALING}
-    out = nystrom_attention(q, k, v, **settings) if q.shape[2] else q.new_zeros(*q.shape[:3], v.shape[3])
-    if module.kernel is not None:
-        repeated_values, half = naive.repeat_heads(v, q.shape[1]), module.kernel.shape[1] // 2
-        for i in range(q.shape[2]):
-            near = range(max(i - half, 0), min(i + half + 1, q.shape[2]))
-            skip = sum(module.kernel[None, :, j - i + half, None] * repeated_values[:, :, j] for j in near)
-            out = out + torch.nn.functional.pad(skip.unsqueeze(2), (0, 0, i, q.shape[2] - 1 - i))
-    return out
+    return nystrom_attention(q, k, v, **settings) if q.shape[2] else q.new_zeros(*q.shape[:3], v.shape[3])
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 6, 7, 8, 13, 14, 128, 131, 300])
@@ -39,12 +32,12 @@ def test_equals_the_definition(length):
     checks.check_output(build(4, 2, 5, 9), definition, length, dim=5, value_dim=9)
 
 
-@pytest.mark.parametrize("options", [{"num_landmarks": 1}, {"iterations": 1}, {"iterations": 9}, {"conv_kernel": 5}])
+@pytest.mark.parametrize("options", [{"num_landmarks": 1}, {"iterations": 1}, {"iterations": 9}])
 def test_options(options):
     checks.check_output(build(**options), definition, 33)
 
 
-@pytest.mark.parametrize("options", [{}, {"conv_kernel": 5}, {"num_landmarks": 70}])
+@pytest.mark.parametrize("options", [{}, {"num_landmarks": 70}])
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_padding(padding_side, options):
     checks.check_padding(build(**options), definition, padding_side)
@@ -59,19 +52,18 @@ def test_a_row_does_not_depend_on_the_others_of_its_batch():
 
 
 def test_poisoned_padding_reaches_no_gradient():
-    checks.check_poisoned_gradients(build(conv_kernel=3))
+    checks.check_poisoned_gradients(build())
 
 
-@pytest.mark.parametrize("options", [{}, {"conv_kernel": 3}])
 @pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), checks.SHAPES)
-def test_gradients(heads, groups, dim, value_dim, options):
+def test_gradients(heads, groups, dim, value_dim):
     sizes = {"heads": heads, "groups": groups, "dim": dim, "value_dim": value_dim}
-    checks.check_gradients(build(*sizes.values(), **options), definition, 45, **sizes)
+    checks.check_gradients(build(*sizes.values()), definition, 45, **sizes)
 
 
 @pytest.mark.parametrize("length", [4, 6])
 def test_gradcheck(length):
-    module = build(2, 1, 3, 2, num_landmarks=3, conv_kernel=3)
+    module = build(2, 1, 3, 2, num_landmarks=3)
     checks.check_gradcheck(module, length, heads=2, groups=1, dim=3, value_dim=2)
 
 
@@ -110,13 +102,12 @@ def test_a_row_of_padding_is_zero():
     assert float(out[1].abs().max()) == 0.0
 
 
-@pytest.mark.parametrize("options", [{}, {"conv_kernel": 5}])
-def test_weights(options):
-    module = build(**options)
+def test_weights():
+    module = build()
     weights = checks.check_weights(module)
     assert not module.distribution
-    if not options:  # all three factors have rows that sum to 1, and so has the inverse, as far as it got
-        assert float(weights.sum(-1).mean()) == pytest.approx(1.0, abs=0.1)
+    # All three factors have rows that sum to 1, and so has the inverse, as far as it got.
+    assert float(weights.sum(-1).mean()) == pytest.approx(1.0, abs=0.1)
 
 
 def test_blocks_of_queries(monkeypatch):
@@ -161,27 +152,6 @@ def test_the_pseudo_inverse_converges_at_third_order():
     assert all(after <= (3 * before**3 + before**4) / 4 + 1e-9 for before, after in pairs)
 
 
-@pytest.mark.slow
-def test_the_convolution_is_off_and_starts_at_zero():
-    model = hla.patch_model(BERT.build(), "nystrom", num_landmarks=5)
-    assert hla.patch_report(model).parameters == 0
-    expected = model(token_ids()).logits
-    hla.patch_model(hla.unpatch_model(model), "nystrom", num_landmarks=5, conv_kernel=3)
-    assert hla.patch_report(model).parameters == 2 * 4 * 3
-    assert torch.equal(model(token_ids()).logits, expected)
-
-
-@pytest.mark.slow
-def test_save_and_load_with_the_convolution(tmp_path):
-    model = hla.patch_model(BERT.build(), "nystrom", num_landmarks=5, conv_kernel=3)
-    for name, parameter in model.named_parameters():
-        if name.endswith("kernel"):
-            torch.nn.init.normal_(parameter)
-    model.save_pretrained(tmp_path)
-    loaded = hla.load_pretrained(str(tmp_path))
-    assert torch.equal(loaded(token_ids()).logits, model(token_ids()).logits)
-
-
 def test_a_short_batch_through_a_model_is_exact():
     model = BERT.build()
     batch = padded_batch([token_ids(1, length)[0] for length in (3, 9)], "right")
@@ -195,7 +165,6 @@ def test_a_short_batch_through_a_model_is_exact():
     [
         ({"num_landmarks": 0}, "num_landmarks must be a whole number of at least 1, got 0"),
         ({"iterations": 0}, "iterations must be a whole number of at least 1, got 0"),
-        ({"conv_kernel": 4}, "conv_kernel must be an odd whole number of at least 1, got 4"),
     ],
 )
 def test_bad_options(options, message):
