@@ -170,7 +170,7 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
 def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | None]:
     """Run the mechanism, from and to the state of the cache if there is one."""
     layer: LinearStateLayer | None = forward_context.take_cache_layer()
-    weights_requested = attention_weights_requested(call.kwargs)
+    weights_requested = attention_weights_requested(call.kwargs) and not forward_context.only_cross_weights
     tensors = (call.query, call.key, call.value)
     if call.mask is not None and call.mask.dim() == 4:
         mask: Tensor | None = _check_full_mask(call, mechanism, layer)

@@ -306,6 +306,12 @@ def self_attention_cache(values: Iterable[Any]) -> Cache | None:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
+def holds_state(values: Iterable[Any]) -> bool:
+    """Return whether the first cache among some values has the state of a linear attention in one of its layers."""
+    cache = self_attention_cache(values)
+    return cache is not None and any(isinstance(layer, LinearStateLayer) for layer in cache.layers)
+
+
 def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
     """Return a layer of a cache, replaced by a `LinearStateLayer` where it is not one; it must be empty then."""
     while len(cache.layers) <= layer_index:

@@ -112,6 +112,8 @@ class ForwardContext(threading.local):
         #: any. A list that is changed in place: where a compiled graph breaks, Dynamo forgets what was assigned to an
         #: attribute of a `threading.local` (torch 2.13), and the attention would run without its state.
         self.cache_layers: list[CacheLayerMixin] = []
+        #: Whether weights that are requested are those of cross-attention, which no state stands for.
+        self.only_cross_weights = False
         #: The masks of an earlier call and of this one that a state layer has last compared.
         self.compared_masks: tuple[Tensor | None, Tensor | None] = (None, None)
 

@@ -18,14 +18,14 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME
 
 from ..config import LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
-from .cache import replace_static_layers, self_attention_cache, state_layer
+from .cache import holds_state, replace_static_layers, self_attention_cache, state_layer
 from .context import (
     CODE_MODULE,
     CONFIG_FIELD,
@@ -33,6 +33,7 @@ from .context import (
     IMPLEMENTATION_FIELD,
     SUBMODULE,
     attention_modules,
+    forward_context,
     is_learned,
     is_patched,
     layer_context,
@@ -249,6 +250,26 @@ class LinearAttentionModelMixin:
         return _empty_instance, (base_class(type(self)),), self.__dict__
 
 
+class WhisperMixin:
+    """What a patched Whisper does differently beside that: it times tokens by weights of its cross-attention alone."""
+
+    def generate(self, *args: Any, return_token_timestamps: bool | None = None, **kwargs: Any) -> Any:
+        """Generate as Transformers does. With `return_token_timestamps` no weights of self-attention are given."""
+        before = forward_context.only_cross_weights
+        forward_context.only_cross_weights = bool(return_token_timestamps)
+        try:
+            return super().generate(*args, return_token_timestamps=return_token_timestamps, **kwargs)  # type: ignore[misc]
+        finally:
+            forward_context.only_cross_weights = before
+
+    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Transformers would split the keys and values of the cache by rows. The outputs are without one instead.
+        if isinstance(seek_outputs, dict) and holds_state(seek_outputs.values()):
+            kept = {name: value for name, value in seek_outputs.items() if not isinstance(value, Cache)}
+            seek_outputs = type(seek_outputs)(**kept)
+        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
+
+
 def shared_parameters(model: PreTrainedModel) -> dict[str, str]:
     """Return, for each parameter that a linear attention shares, the name of the one that is saved for it."""
     owners: dict[int, str] = {}
@@ -275,7 +296,10 @@ def linear_attention_class(cls: type) -> type:
     if hasattr(cls, ORIGINAL_CLASS):
         return cls
     attributes = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (LinearAttentionModelMixin, cls), {**attributes, ORIGINAL_CLASS: cls})
+    mixins = [LinearAttentionModelMixin]
+    if hasattr(cls, "_extract_token_timestamps"):
+        mixins.append(WhisperMixin)
+    return type(cls.__name__, (*mixins, cls), {**attributes, ORIGINAL_CLASS: cls})
 
 
 def install(

@@ -8,6 +8,7 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+from transformers.utils import ModelOutput
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
@@ -143,8 +144,8 @@ def test_serving_is_declared():
     assert all(serves(ATTENTIONS.get(name), causal) for name in BOTH for causal in (False, True))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_timestamps_of_tokens_for_which_whisper_sets_eager_attention():
+@pytest.fixture
+def whisper():
     sizes = {"vocab_size": 80, "d_model": 32, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "num_mel_bins": 8}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
@@ -153,21 +154,69 @@ def test_timestamps_of_tokens_for_which_whisper_sets_eager_attention():
     model = WhisperForConditionalGeneration(WhisperConfig(**sizes, **heads, **tokens, **rest)).eval()
     suppressed = {"suppress_tokens": None, "begin_suppress_tokens": None, "no_timestamps_token_id": 70}
     vars(model.generation_config).update(alignment_heads=[[0, 0], [1, 1]], is_multilingual=False, **suppressed)
-    audio, frames = torch.randn(2, 8, 60), torch.ones(2, 60, dtype=torch.long)
+    return model
 
+
+FEATURES = torch.randn(2, 8, 60, generator=torch.Generator().manual_seed(0))
+AUDIO = {"input_features": FEATURES, "attention_mask": torch.ones(2, 60, dtype=torch.long)}
+TIMED = {"return_token_timestamps": True, "return_dict_in_generate": True, "max_new_tokens": 10, "do_sample": False}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_timestamps_of_tokens_for_which_whisper_sets_eager_attention(whisper):
     def timed():
-        settings = {"return_token_timestamps": True, "return_dict_in_generate": True, "max_new_tokens": 10}
-        result = model.generate(audio, attention_mask=frames, do_sample=False, **settings)
+        result = whisper.generate(**AUDIO, **TIMED)
         return result["sequences"], result["token_timestamps"]
 
     exact = timed()
-    hla.patch_model(model.model.encoder, "hedgehog")
-    with hla.exact_attention(model):
+    hla.patch_model(whisper.model.encoder, "hedgehog")
+    with hla.exact_attention(whisper):
         assert all(map(torch.equal, timed(), exact))
-    without = model.generate(audio, attention_mask=frames, max_new_tokens=10, do_sample=False)
+    without = whisper.generate(**AUDIO, max_new_tokens=10, do_sample=False)
     assert torch.equal(timed()[0][:, 2:], without)  # without the two tokens that start every text
-    hla.unpatch_model(model.model.encoder)
-    hla.patch_model(model.model.decoder, "hedgehog")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("plan", ["hedgehog", {"default": "hedgehog", "-1": "softmax"}], ids=["linear", "mixture"])
+def test_timestamps_of_a_patched_decoder_are_those_of_its_exact_cross_attention(plan, settings, whisper):
+    """The weights of each layer, by the formula in float64, from what its cross-attention reads in one pass."""
+    exact_class = type(whisper)
+    randomize_learned(hla.patch_model(whisper.model.decoder, plan))
+    result = whisper.generate(**AUDIO, **TIMED, **settings)
+    sequences, inputs = result["sequences"], {}
+    layers = whisper.model.decoder.layers
+
+    def keep(module, args, kwargs):
+        inputs[module] = (args[0] if args else kwargs["hidden_states"]).double(), kwargs["key_value_states"].double()
+
+    for layer in layers:
+        layer.encoder_attn.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        whisper(AUDIO["input_features"], decoder_input_ids=sequences[:, :-1], use_cache=False)
+    expected = []
+    for module in (layer.encoder_attn for layer in layers):
+        hidden, encoded = inputs[module]
+        query = (hidden @ module.q_proj.weight.double().T + module.q_proj.bias.double()).unflatten(-1, (4, 8))
+        key = (encoded @ module.k_proj.weight.double().T).unflatten(-1, (4, 8))
+        expected.append((torch.einsum("blhd,bshd->bhls", query, key) / 8**0.5).softmax(-1).detach())
+    if "num_beams" not in settings:  # those of beams are in the order of each step
+        actual = [torch.cat(steps, dim=2) for steps in zip(*result["cross_attentions"], strict=True)]
+        for weights, formula in zip(actual, expected, strict=True):
+            assert_close(weights.double(), formula)
+    of_one_pass = ModelOutput(cross_attentions=(tuple(x.float() for x in expected),), sequences=sequences)
+    times = exact_class._extract_token_timestamps(
+        whisper, of_one_pass, whisper.generation_config.alignment_heads, num_frames=60, num_input_ids=2
+    )
+    assert torch.equal(result["token_timestamps"], times)
+    assert result["token_timestamps"].unique().numel() > 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_self_attention_are_still_refused_beside_a_cache(whisper):
+    hla.patch_model(whisper.model.decoder, "hedgehog")
+    whisper.generate(**AUDIO, **TIMED)
+    settings = {**TIMED, "return_token_timestamps": False, "output_attentions": True}
     with pytest.raises(NotImplementedError, match="which a recurrent state has summed up"):
-        timed()
-    model.generate(audio, max_new_tokens=3)  # The error has left nothing behind.
+        whisper.generate(**AUDIO, **settings)
+    whisper.generate(**AUDIO, max_new_tokens=3)  # The error has left nothing behind.
