@@ -72,7 +72,8 @@ def __getattr__(name):
 #: for, with the second one (an unknown implementation is an error). Our classes take them out before they build.
 REFUSAL = (
     "This checkpoint runs linear attention. Load it with hf_linear_attn.load_pretrained(path), or with an AutoModel "
-    "class and trust_remote_code=True; both need the package (pip install hf-linear-attn)."
+    "class and trust_remote_code=True; both need the package (pip install hf-linear-attn). An AutoPeftModel class "
+    "loads it with trust_remote_code=True if the config of the adapter has a task_type."
 )
 FUSION_FIELD = "fusion_config"
 EXPERTS_FIELD = "experts_implementation"
@@ -424,11 +425,17 @@ def own_fields(model: PreTrainedModel) -> Iterator[None]:
 
 def remove_refusals(config: Any) -> None:
     """Take the texts of `REFUSALS` out of a config, which otherwise lets no model be built."""
-    if getattr(config, FUSION_FIELD, None) in ({}, REFUSALS[FUSION_FIELD]):
+    fusions = getattr(config, FUSION_FIELD, None)
+    if fusions is not None and all(map(_is_refusal, fusions)):
         delattr(config, FUSION_FIELD)
     vars(config).pop(WEIGHTS_FIELD, None)
-    if config._experts_implementation == REFUSAL:
+    if _is_refusal(config._experts_implementation):
         config._experts_implementation = None
+
+
+def _is_refusal(text: Any) -> bool:
+    """Return whether a text is that of `REFUSAL`, perhaps in the words of another version."""
+    return isinstance(text, str) and text.startswith(REFUSAL.partition(".")[0])
 
 
 def auto_map(model: PreTrainedModel) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -130,6 +131,21 @@ def test_an_adapter_of_a_patched_checkpoint_needs_trust(tmp_path):
     made.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="This checkpoint runs linear attention"):
         AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", attn_implementation="sdpa")
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", trust_remote_code=True)
+    assert torch.equal(logits(again, token_ids()), logits(made, token_ids()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_without_a_task_type_says_which_one_is_missing(tmp_path):
+    """PEFT takes the model's own class then, which loads exact models, whatever it is passed."""
+    patched("hedgehog", LLAMA).save_pretrained(tmp_path / "base")
+    base = hla.load_pretrained(str(tmp_path / "base"))
+    made = adapted(base, LLAMA)
+    made.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="if the config of the adapter has a task_type"):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", trust_remote_code=True)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "task_type": "CAUSAL_LM"}))
     again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", trust_remote_code=True)
     assert torch.equal(logits(again, token_ids()), logits(made, token_ids()))
 
