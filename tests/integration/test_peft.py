@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from contextlib import nullcontext
 
@@ -222,6 +223,19 @@ def test_patching_below_an_adapter_that_cannot_hold_it_is_warned_of(tmp_path, ca
     assert not caplog.text
 
 
+@functools.cache
+def generation_reads_a_prefix() -> bool:
+    """Whether `generate` of an exact model does: PEFT 0.21 passes it by a name that Transformers 5.24 leaves out."""
+    model = get_peft_model(LLAMA.build(), PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")).eval()
+    for name, parameter in model.named_parameters():
+        if "prompt" in name:
+            torch.nn.init.normal_(parameter, std=3.0)
+    settings = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
+    with_prefix = model.generate(input_ids=token_ids(), **settings).scores[0]
+    with model.disable_adapter():
+        return (with_prefix - model.generate(input_ids=token_ids(), **settings).scores[0]).abs().max().item() > 1e-3
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_prefix_tuning_is_refused_in_every_mode(family, padded):
@@ -243,8 +257,9 @@ def test_prefix_tuning_is_refused_in_every_mode(family, padded):
             model.eval()(**inputs)
     model.gradient_checkpointing_disable()
     if family.causal:
-        with pytest.raises(ValueError, match="PEFT's prefix tuning"):
-            model.generate(**inputs, max_new_tokens=2)
+        if generation_reads_a_prefix():
+            with pytest.raises(ValueError, match="PEFT's prefix tuning"):
+                model.generate(**inputs, max_new_tokens=2)
         with model.disable_adapter():
             assert bool(torch.isfinite(logits(model, ids)).all())
 
