@@ -1,5 +1,6 @@
 """Putting linear attention into a model and taking it out again: planned, built, and only then assigned."""
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -35,7 +36,7 @@ from .discovery import (
     foreign_attention,
     self_attention,
 )
-from .models import model_around, parents_of
+from .models import base_class, model_around, parents_of
 from .packing import MODEL_CONTEXT, add_model_hooks, remove_hooks
 
 logger = logging.getLogger(__name__)
@@ -137,12 +138,21 @@ def _warn_of_flags(root: PreTrainedModel, layers: Sequence[AttentionLayer]) -> N
         around = modules[model_around(layer.name, modules)]
         flagged = declared_direction(layer.module) == (False, True) and not layer.causal
         stated = adapter_of(layer.module) is not None
-        if flagged and not stated and source_guards.makes_causal_masks_only(type(around)):
+        causal_masks = flagged and not stated and source_guards.makes_causal_masks_only(type(around))
+        if causal_masks and _loses_flag(root, layer):
             logger.warning(
                 f"{layer.name} is bidirectional by its flag is_causal=False, which is not saved: a model that is "
                 "loaded again is causal. Set config.is_causal = False before patching, which is saved."
             )
             return
+
+
+def _loses_flag(root: PreTrainedModel, layer: AttentionLayer) -> bool:
+    """Return whether a model that is built from the config of this one has another flag in this layer."""
+    with torch.device("meta"):
+        rebuilt = base_class(type(root))(copy.deepcopy(root.config))
+    module = dict(rebuilt.named_modules()).get(layer.name)
+    return module is None or declared_direction(module) != declared_direction(layer.module)
 
 
 def build_mechanisms(model: PreTrainedModel, planned: Plan, max_length: int | None) -> dict[int, LinearAttention]:

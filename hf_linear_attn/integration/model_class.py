@@ -297,10 +297,10 @@ def linear_attention_class(cls: type) -> type:
     if hasattr(cls, ORIGINAL_CLASS):
         return cls
     attributes = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    mixins = [LinearAttentionModelMixin]
+    bases: tuple[type, ...] = (LinearAttentionModelMixin, cls)
     if hasattr(cls, "_extract_token_timestamps"):
-        mixins.append(WhisperMixin)
-    return type(cls.__name__, (*mixins, cls), {**attributes, ORIGINAL_CLASS: cls})
+        bases = (LinearAttentionModelMixin, WhisperMixin, cls)
+    return type(cls.__name__, bases, {**attributes, ORIGINAL_CLASS: cls})
 
 
 def install(

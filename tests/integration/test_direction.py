@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
+from tests.architectures.models import architecture_model
 from tests.comparing import Snapshot, assert_close, logits
 from tests.inputs import padding_mask, token_ids
 from tests.small import patch_small
@@ -114,6 +115,17 @@ def test_a_call_in_the_other_direction_is_refused():
 def test_flags_that_no_checkpoint_holds_are_named(family, said_by, caplog):
     hla.patch_model(make_bidirectional(family.build(), said_by), "window")
     assert ("Set config.is_causal = False before patching, which is saved." in caplog.text) == (said_by == "flag")
+
+
+@pytest.mark.parametrize("model_type", ["paligemma", "aimv2_text_model"])
+def test_a_flag_that_class_or_config_sets_is_there_again_in_a_loaded_model(model_type, tmp_path, caplog):
+    model, inputs = architecture_model(model_type), {"input_ids": token_ids(2, 14)}
+    if model.can_generate():
+        inputs["use_cache"] = False
+    loaded = saved_and_loaded(patch_small(model, "window"), tmp_path)
+    assert "is_causal" not in caplog.text
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs)[0], model(**inputs)[0])
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "gpt2", "llama", "bart", "opt"])
