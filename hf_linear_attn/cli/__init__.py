@@ -20,7 +20,8 @@ PROGRAM = "hf-linear-attn"
 
 #: The module of each verb. A module called `list` would hide the function.
 VERBS = {"list": "listing"} | {
-    name: name for name in ("patch", "export", "info", "convert", "finetune", "evaluate", "plan", "demo", "env")
+    name: name
+    for name in ("patch", "export", "serve", "info", "convert", "finetune", "evaluate", "plan", "demo", "env")
 }
 
 

@@ -37,7 +37,12 @@ def check_model(model: object) -> None:
 
 def has_adapter(model: nn.Module) -> bool:
     """Return whether PEFT has put an adapter into a module."""
-    return any(hasattr(type(part), "adapter_layer_names") for part in model.modules())
+    return any(True for _ in adapter_parts(model))
+
+
+def adapter_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Iterate over the parts of a module, with their names, into which PEFT has put adapters."""
+    return ((name, part) for name, part in model.named_modules() if hasattr(type(part), "adapter_layer_names"))
 
 
 def check_patched(model: PreTrainedModel) -> None:

@@ -1,5 +1,6 @@
 """Decoding states in files: a prompt is read once, and other processes continue from it."""
 
+import hashlib
 import json
 import zlib
 from itertools import chain
@@ -17,7 +18,7 @@ from ..utils.files import atomic_write
 from .cache import LinearStateLayer, state_layer
 from .context import CONFIG_FIELD, SUBMODULE, attention_modules
 from .model_class import config_fields
-from .models import base_class, check_patched
+from .models import adapter_parts, base_class, check_patched
 
 FORMAT = "hf_linear_attn state 1"
 
@@ -39,6 +40,7 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
         NotImplementedError: The cache is no dynamic one, or that of an encoder-decoder.
         OSError: The file cannot be written.
     """
+    check_patched(model)
     description = _describe(model)
     linear = _linear_layers(model)
     tensors: dict[str, Tensor] = {}
@@ -82,6 +84,7 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
         ValueError: The model is not patched, is not the one that filled the cache, or the file holds no state.
         OSError: There is no such file.
     """
+    check_patched(model)
     description = _describe(model)
     try:
         with safe_open(path, framework="pt") as file:
@@ -116,19 +119,27 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
     return cache
 
 
+def fingerprint(model: PreTrainedModel) -> str:
+    """Return a digest of what the states of a model depend on, patched or not: where it differs, so may the states."""
+    return hashlib.blake2b(json.dumps(_describe(model), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 def _linear_layers(model: PreTrainedModel) -> set[int]:
     modules: Any = attention_modules(model)
     return {int(module.layer_idx) for module in modules if getattr(module, SUBMODULE).shape.causal}
 
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what identifies a patched model: its class, linear attention, rotary scaling, and checksums of weights."""
-    check_patched(model)
+    """Return what identifies a model: class, linear attention, rotary scaling, adapters, and checksums of weights."""
     buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
     return {
         "class": base_class(type(model)).__name__,
         "linear attention": config_fields(model)[CONFIG_FIELD],
         "rotary scaling": getattr(model.config.get_text_config(decoder=True), "rope_parameters", None),
+        "adapters": [
+            [name, list(part.active_adapters), bool(part.disable_adapters), list(part.merged_adapters)]
+            for name, part in adapter_parts(model)
+        ],
         "weights": {
             name: _checksum(tensor)
             for name, tensor in chain(model.named_parameters(), buffers)
@@ -145,7 +156,7 @@ def _checksum(tensor: Tensor) -> str:
 
 def _difference(saved: dict[str, Any], current: dict[str, Any]) -> str:
     """Return in words how the model of a saved state differs from another; "" where it does not."""
-    for name in ("class", "linear attention", "rotary scaling"):
+    for name in ("class", "linear attention", "rotary scaling", "adapters"):
         present = json.loads(json.dumps(current[name]))
         if saved.get(name, present) != present:
             return f"another {name}"

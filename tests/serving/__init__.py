@@ -1,0 +1,1 @@
+"""Many requests to one model."""
