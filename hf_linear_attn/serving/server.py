@@ -258,7 +258,8 @@ class StrictRequests(BaseHandler):
         setattr(config, SEED, seed)
         if body.get("temperature"):
             config.do_sample = True
-        config.max_new_tokens = min(config.max_new_tokens, self.max_new_tokens)
+        requested = self.max_new_tokens if config.max_new_tokens is None else config.max_new_tokens
+        config.max_new_tokens = min(requested, self.max_new_tokens)
         return config
 
 
