@@ -302,8 +302,8 @@ class LinearAttentionConfig:
             raise ValueError(f"Not the settings of linear attention: {sorted(unknown) or saved.get('layers')!r}.")
         default = saved.get(DEFAULT_KEY)
         return cls(
-            None if default is None else _saved_layer(default),
-            {str(key): _saved_layer(layer) for key, layer in saved.get("layers", {}).items()},
+            None if default is None else LayerConfig.parse(default),
+            {str(key): LayerConfig.parse(layer) for key, layer in saved.get("layers", {}).items()},
         )
 
 
@@ -357,14 +357,3 @@ def layer_number(index: int, count: int) -> int:
             f"(0 to {count - 1}, or -{count} to -1)."
         )
     return index % count
-
-
-def _saved_layer(saved: Mapping[str, Any]) -> LayerConfig:
-    """Read a layer of the saved form, which has all options: one that is missing is newer than the file.
-
-    Such options declare in their metadata which value computes as `before` they existed.
-    """
-    layer = LayerConfig.parse(saved)
-    options = fields(ATTENTIONS.get(layer.attention).options)
-    before = {option.name: option.metadata["before"] for option in options if "before" in option.metadata}
-    return replace(layer, options={**before, **layer.options})

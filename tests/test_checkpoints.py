@@ -182,11 +182,9 @@ def test_a_process_that_has_not_used_the_package_refuses_the_checkpoint(first, c
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_version(checkpoint):
+def test_a_checkpoint_without_the_refusals_in_its_config(checkpoint):
     model, folder = checkpoint
-    edit_config(folder, fusion_config=None, experts_implementation=None, transformers_weights="This checkpoint runs …")
-    assert torch.equal(logits(hla.load_pretrained(str(folder)), token_ids()), logits(model, token_ids()))
-    edit_config(folder, transformers_weights=None)
+    edit_config(folder, fusion_config=None, experts_implementation=None)
     assert torch.equal(logits(hla.load_pretrained(str(folder)), token_ids()), logits(model, token_ids()))
     unpatched = BertForMaskedLM.from_pretrained(folder)
     with pytest.raises(RuntimeError, match=r"has no linear attention.*load_pretrained\(path\)"):

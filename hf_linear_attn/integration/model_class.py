@@ -78,8 +78,6 @@ REFUSAL = (
 FUSION_FIELD = "fusion_config"
 EXPERTS_FIELD = "experts_implementation"
 REFUSALS = {FUSION_FIELD: {REFUSAL: True}, EXPERTS_FIELD: REFUSAL}
-#: The field that earlier versions wrote it into.
-WEIGHTS_FIELD = "transformers_weights"
 
 #: What `patch_model` adds to the name that PEFT saves as that of an adapter's base model, which is no plain checkpoint.
 #: An error of Transformers that looks for such a checkpoint repeats it.
@@ -100,7 +98,6 @@ class LinearAttentionModelMixin:
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop(WEIGHTS_FIELD, None)  # What `from_pretrained` below passes on.
         remove_refusals(config)
         saved = getattr(config, CONFIG_FIELD, None)
         if saved is not None and config._attn_implementation == IMPLEMENTATION:
@@ -131,10 +128,8 @@ class LinearAttentionModelMixin:
         if isinstance(kwargs.get("config"), PretrainedConfig):
             kwargs["config"] = copy.deepcopy(kwargs["config"])
             remove_refusals(kwargs["config"])
-        else:
-            kwargs[WEIGHTS_FIELD] = None  # in the config that will be read
-            if kwargs.get(FUSION_FIELD) is None:
-                kwargs[FUSION_FIELD] = {}
+        elif kwargs.get(FUSION_FIELD) is None:
+            kwargs[FUSION_FIELD] = {}  # in the config that will be read
         try:
             # Mismatched sizes are reported by `check_loading`, which can say what they mean.
             model, info = super().from_pretrained(  # type: ignore[misc]
@@ -428,7 +423,6 @@ def remove_refusals(config: Any) -> None:
     fusions = getattr(config, FUSION_FIELD, None)
     if fusions is not None and all(map(_is_refusal, fusions)):
         delattr(config, FUSION_FIELD)
-    vars(config).pop(WEIGHTS_FIELD, None)
     if _is_refusal(config._experts_implementation):
         config._experts_implementation = None
 

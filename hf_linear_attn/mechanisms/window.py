@@ -154,7 +154,6 @@ class WindowOptions(HybridOptions):
         "exact outside of the window too: the first n tokens in decoders, the first n and the last n in encoders "
         f"('auto': {CAUSAL_SINKS} and {BIDIRECTIONAL_SINKS}; 0: none)",
         least=0,
-        before=0,
     )
     cache_dtype: CacheDtype = option(
         "auto",

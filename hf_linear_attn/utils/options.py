@@ -78,7 +78,6 @@ def option(
     *,
     common: bool = False,
     factory: Any = MISSING,
-    before: Any = MISSING,
     **bounds: Any,
 ) -> Any:
     """Return a dataclass field that is an option. Its choices are those of its type, a `Literal`.
@@ -88,10 +87,9 @@ def option(
         help: One line for `--help`.
         common: Whether the option is one of those that most users need.
         factory: Makes the default value, where it is mutable or a section.
-        before: What checkpoints have that were saved before a mechanism had the option.
         bounds: Those of `Bounds`.
     """
-    metadata = {"help": help, "common": common, "bounds": bounds, **({} if before is MISSING else {"before": before})}
+    metadata = {"help": help, "common": common, "bounds": bounds}
     if factory is not MISSING:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
