@@ -52,11 +52,13 @@ class AttentionLayer:
     causal: bool
     masks_causal: bool = False
     terms: tuple[str, ...] = ()
+    #: The model around it, whose config counts where the module has none itself.
+    around: Any = None
 
     @property
     def config(self) -> Any:
         """The config that the module reads its implementation from."""
-        return self.module.config
+        return getattr(self.module if hasattr(self.module, "config") else self.around, "config", None)
 
 
 def find_attention(model: nn.Module) -> list[AttentionLayer]:
@@ -64,17 +66,21 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
     layers = []
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if source_guards.calls_interface(type(module)):
+        adapter = adapter_of(module)
+        if source_guards.calls_interface(type(module)) or (adapter is not None and adapter.outside):
             causal = _is_causal(module, [modules[parent] for parent in parent_names(name)])
+            if adapter is not None and adapter.causal is not None:
+                causal = adapter.causal
             kinds = (type(module).__name__, *name.split(".")[-2:])  # BLIP-2 has `crossattention.attention`
             cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
             around: Any = modules[model_around(name, modules)]
-            stated = cross or adapter_of(module) is not None
+            stated = cross or adapter is not None
             against = None if stated else _masks_against_flag(module, causal, around)
             if against is not None and not getattr(around, "_supports_sdpa", False):
                 causal, against = against, None  # Its only implementation, eager attention, reads masks only.
             found = AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, bool(against))
-            layers.append(found if cross else replace(found, terms=tuple(_terms(module))))
+            terms = () if cross else tuple(_terms(module))
+            layers.append(replace(found, terms=terms, around=around))
     return layers
 
 
@@ -129,7 +135,7 @@ def foreign_attention(model: nn.Module, configs: set[int]) -> str:
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if not source_guards.computes_softmax_from_mask(type(module)):
+        if adapter_of(module) is not None or not source_guards.computes_softmax_from_mask(type(module)):
             continue
         makers = [parent for parent in parent_names(name) if source_guards.makes_masks(type(modules[parent]))]
         if not makers or not LAYER_IN_STACK.match(name.removeprefix(makers[0]).removeprefix(".")):

@@ -16,6 +16,7 @@ from ..config import check_integers, layer_number
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import exact_weights
 from ..ops.terms import Terms, distances
+from .adapters import adapter_of
 from .context import InterfaceCall, attention_modules, in_memory, layer_context
 from .discovery import self_attention
 from .mask import check_length, full_mask_to_bool
@@ -151,6 +152,9 @@ def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[T
 
 def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     """Run the model's former implementation, with the mask in the form that it expects."""
+    adapter = adapter_of(call.module)
+    if adapter is not None and adapter.outside:
+        return _outside_output(call)
     query, mask = call.query, call.mask
     # The keys of a cache keep the precision that the model had then.
     key, value = (tensor.to(query.dtype) for tensor in (call.key, call.value))
@@ -195,6 +199,16 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
         inputs = AttentionInputs(query, key, value, call.scaling, call.causal, visible, terms=call.terms)
         weights = exact_weights(inputs).to(value.dtype)
     return out, weights
+
+
+def _outside_output(call: InterfaceCall) -> tuple[Tensor, Tensor]:
+    """Compute what a module outside of the attention interface did by itself."""
+    visible = full_mask_to_bool(call.visible())
+    inputs = AttentionInputs(call.query, call.key, call.value, call.scaling, call.causal, visible, terms=call.terms)
+    weights = exact_weights(inputs).to(call.value.dtype)
+    dropped = torch.nn.functional.dropout(weights, call.dropout)
+    value = call.value.repeat_interleave(weights.shape[1] // call.value.shape[1], dim=1)
+    return (dropped @ value).transpose(1, 2).contiguous(), weights
 
 
 def _as_before(module: Any, implementation: str) -> nn.Module:

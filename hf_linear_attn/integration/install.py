@@ -205,15 +205,14 @@ def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: 
             if layer_context(layer.module) is not None:  # Another part of the model is patched.
                 continue
             implementation = layer.config._attn_implementation or "eager"
+            if not layer.cross and (adapter := adapter_of(layer.module)) is not None:
+                adapter.install(layer.module, parents_of(layer.name, root))
             causal, declared = None if layer.cross else layer.causal, declared_direction(layer.module)
             context = LayerContext(layer.name, implementation, causal, declared, layer.masks_causal)
             setattr(layer.module, LAYER_CONTEXT, context)
             configs.append(layer.config)
-            if layer.cross:
-                continue
-            layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
-            if (adapter := adapter_of(layer.module)) is not None:
-                adapter.install(layer.module, parents_of(layer.name, root))
+            if not layer.cross:
+                layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
     for config in configs:
         config._attn_implementation_internal = IMPLEMENTATION
     for index, (layer, layer_config) in planned.items():

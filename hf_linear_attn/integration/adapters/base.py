@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class Adapter:
     """What the attention modules of a family need while their model is patched: all of them, exact ones too."""
 
+    #: Whether the modules call the attention interface only while `install` has replaced their `forward`.
+    outside = False
+    #: Whether the modules are causal; None where their flag and config say so.
+    causal: bool | None = None
     #: The names of the terms that the modules add to their logits (`ops.terms.Terms`).
     terms: tuple[str, ...] = ()
 
@@ -23,6 +28,39 @@ class Adapter:
 
     def remove(self, module: Any, parents: Sequence[Any]) -> None:
         """Undo `install`."""
+
+
+class OutsideAdapter(Adapter):
+    """The adapter of modules that compute their softmax by themselves.
+
+    While their model is patched they run `forward`, which takes and returns what their own method does and computes
+    the softmax by `call_interface`. Exact layers of the model do so, too.
+    """
+
+    outside = True
+    causal = False
+
+    @staticmethod
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def install(self, module: Any, parents: Sequence[Any]) -> None:
+        if not hasattr(module, "config"):
+            module.config = next(parent.config for parent in parents if hasattr(parent, "config"))
+            module.has_config_of_model = True
+        module.is_causal = self.causal
+        set_method(module, "forward", self.forward)
+
+    def remove(self, module: Any, parents: Sequence[Any]) -> None:
+        if vars(module).pop("has_config_of_model", False):
+            del module.config
+        del module.is_causal
+        remove_method(module, "forward")
+
+
+def call_interface(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Call the attention function of a patched model: `[B, L, H, e]`, and the weights where they are requested."""
+    return ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation](module, *args, **kwargs)
 
 
 _ADAPTERS: dict[str, Adapter] = {}
