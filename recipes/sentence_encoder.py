@@ -18,7 +18,7 @@ with mean pooling.
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -28,18 +28,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.checkpoints import load_checkpoint
 from hf_linear_attn.cli import with_default_config
 from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.text import encode_text, evenly_spread, pad_token, padded_batches, special_tokens, text_rows
-from hf_linear_attn.measure.quality import embedding_measure, sentence_embeddings
+from hf_linear_attn.measure.embedding import EmbeddingCosine, sentence_embeddings
 from hf_linear_attn.study.card import public_options
-from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
+from hf_linear_attn.study.models import load_tokenizer, weights_fingerprint
 from hf_linear_attn.study.study import Conditions, Study, open_study
-from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
@@ -75,8 +75,9 @@ def compare(
     exact: PreTrainedModel, models: dict[str, PreTrainedModel], rows: Rows, tokenizer: Any
 ) -> list[dict[str, Any]]:
     """How near the embeddings of each model come to the exact ones."""
-    metric = embedding_measure(exact, padded_batches(rows, 8, pad_token(tokenizer)))
-    return [{"model": name} | {row["metric"]: row["value"] for row in metric(model)} for name, model in models.items()]
+    batches = padded_batches(rows, 8, pad_token(tokenizer))
+    metric = EmbeddingCosine(batches, sentence_embeddings(exact, batches))
+    return [{"model": name, **metric(model)} for name, model in models.items()]
 
 
 def search(
@@ -182,12 +183,13 @@ def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
     """Convert the encoder into a folder, and measure it beside the exact one; each once."""
     converted = hla.convert(config, output=str(target), resume=target.exists())
     tokenizer = load_tokenizer(config)
-    exact = load_exact(str(config.model), "encoder", torch.device("cpu")).float()
+    exact = load_checkpoint(str(config.model), AutoModel, dtype=torch.float32)[0].eval()
     linear: Any = hla.load_pretrained(str(target / "model")).eval()
     window = {"attention": str(config.attention), **config.options}
     models = {"window, untrained": hla.patch_model(shared_copy(exact), {"default": window})}
     if config.exact_share:
-        plan = converted["stages"]["exact_heads"]["plan"]
+        assert converted.choice is not None  # a share of the heads is exact
+        plan = dict(converted.choice.plan)
         name = f"{100 * config.exact_share:.0f} % of the heads exact, untrained"
         models[name] = hla.patch_model(shared_copy(exact), plan)
     models["converted"] = linear
@@ -197,7 +199,7 @@ def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
         "embeddings": lambda: compare(exact, models, passages, tokenizer),
         "search": lambda: search(exact, linear, "\n\n".join(documents), tokenizer, config),
     }
-    results = {"config": public_options(config), "environment": environment(), "stages": converted["stages"]}
+    results = {"config": public_options(config), "environment": environment(), "scores": asdict(converted.scores)}
     model = (Path(str(config.model)).name, weights_fingerprint(exact))
     for name, function in functions.items():
         conditions = Conditions(*model, "converted", name, settings=public_options(config))

@@ -28,7 +28,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -39,22 +39,22 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.checkpoints import load_checkpoint
 from hf_linear_attn.cli import with_default_config
 from hf_linear_attn.cli.parser import exit_code, parse_config
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.task_data import read_documents
 from hf_linear_attn.data.text import packed_rows, text_rows
 from hf_linear_attn.demo import SMOLLM2
-from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.measure.recall import Recall
 from hf_linear_attn.measure.speed import measure_decoding
+from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.card import public_options
-from hf_linear_attn.study.prepare import load_exact, weights_fingerprint
+from hf_linear_attn.study.models import load_tokenizer, weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.stages import FREE_OPTIONS
 from hf_linear_attn.study.study import Conditions, Study, open_study
-from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.options import OptionError, option, to_dict
@@ -72,6 +72,9 @@ MEASURED_BY = {
 MEASUREMENTS = tuple(name for name in MEASURED_BY if name != "heads")
 #: The plot of losses ends here, in nats beyond the exact model's: others would be flattened.
 LARGEST_LOSS = 0.5
+
+#: Parts of a text whose losses are told apart.
+POSITIONS = 8
 #: The part outside of windows and sinks switched off.
 NEAR_ONLY = {"mix_init": CLOSED_MIX}
 VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "linear")
@@ -130,7 +133,7 @@ class Variants:
 
     @cached_property
     def exact(self) -> PreTrainedModel:
-        return load_exact(str(self.config.model), "decoder", torch.device("cpu")).float()
+        return load_checkpoint(str(self.config.model), AutoModelForCausalLM, dtype=torch.float32)[0].eval()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -162,7 +165,7 @@ class Variants:
         """Return the value of a measurement, which is made once."""
         sys.stderr.write(f"{variant}: {measurement}\n")
         record = self.study.measure(self.conditions(variant, measurement), lambda: {measurement: function()})
-        return record.value(measurement)
+        return record.numbers[measurement]
 
     @cached_property
     def heads(self) -> dict[str, Any]:
@@ -243,8 +246,10 @@ class Variants:
         for context in self.config.contexts:
             stop = max(self.config.test_tokens // context, 1) * context
             passages = [self.tokens[start : start + context] for start in range(0, stop, context)]
-            result = measure_perplexity(model, passages, context=context, stride=context - 1, batch_size=1)
-            rows.append(asdict(result))
+            metric = TokenLoss(strided_windows(passages, context, context - 1), positions=POSITIONS)
+            values = metric(model)
+            losses = [values.pop(name) for name in [*values] if name.startswith("loss_at_")]
+            rows.append({"context": context, **values, "by_position": losses})
         return rows
 
     def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
@@ -275,10 +280,10 @@ class Variants:
         measured: dict[str, Any] = {}
         for name in (EXACT, *VARIANTS):
             records = {one: self.study.records.latest(self.conditions(name, one)) for one in MEASUREMENTS}
-            known = {one: record.value(one) for one, record in records.items() if record is not None}
+            known = {name: record.numbers[name] for name, record in records.items() if record is not None}
             measured |= {name: known} if "perplexity" in known else {}  # others were measured with other options
         runs = {name: self.folder / name / "results.json" for name in measured}
-        stages = {name: json.loads(path.read_bytes())["stages"] for name, path in runs.items() if path.exists()}
+        stages = {name: json.loads(path.read_bytes())["scores"] for name, path in runs.items() if path.exists()}
         facts = {"config": public_options(self.config), "heads": self.heads, "stages": stages}
         write_json(self.folder / "results.json", {**facts, **measured})
         atomic_write(self.folder / "loss-by-position.png", loss_plot(measured))
@@ -308,7 +313,7 @@ def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
         for length, part in recall.iterrows():
             row[f"recall, {length:,}"] = "{:.0f} % [{:.0f}, {:.0f}]".format(*100 * part[["score", "low", "high"]])
         for step in one.get("decoding", ()):
-            costs, exact = ({item["metric"]: item["value"] for item in step[key]} for key in ("own", EXACT))
+            costs, exact = step["own"], step[EXACT]
             row[f"time of a token, {step['context']:,}"] = f"{costs['seconds'] / exact['seconds']:.2f}"
             row[f"cache, {step['context']:,}"] = f"{100 * costs['cache_bytes'] / exact['cache_bytes']:.0f} %"
         rows.append(row)

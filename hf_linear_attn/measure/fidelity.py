@@ -1,9 +1,10 @@
 """How near a patched model is to exact attention, without labels."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import pandas as pd
 import torch
@@ -15,7 +16,7 @@ from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..patching import patch_report
 from ..utils.models import Batch, evaluation_mode, model_inputs
-from .values import Values, value
+from .metric import Metric, Score
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,6 @@ class Fidelity:
     def output_error(self) -> float:
         """Mean over heads and layers."""
         return fmean(value for layer in self.layers for value in layer.output_error)
-
-    def values(self) -> Values:
-        """Return the means, and the values of each head, as rows of a tidy table."""
-        rows = [
-            value("kl", self.kl, unit="nats"),
-            value("output_error", self.output_error),
-            value("final_cosine", self.final_cosine),
-            value("tokens", self.tokens),
-        ]
-        for layer in self.layers:
-            for head, error in enumerate(layer.output_error):
-                rows.append(value("output_error", error, layer=layer.index, head=head))
-                if layer.kl is not None:
-                    rows.append(value("kl", layer.kl[head], unit="nats", layer=layer.index, head=head))
-        return rows
 
     def table(self) -> pd.DataFrame:
         """Return a row for each layer and one for all of them: means over heads."""
@@ -126,3 +112,25 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
             error = (errors / norms.clamp_min(1e-300)).sqrt().tolist()
             layers.append(LayerFidelity(row.index, row.name, row.attention, mean, error))
     return Fidelity(layers, cosine / tokens, tokens)
+
+
+class FidelityMetric(Metric):
+    """`measure_fidelity` as a metric: the means over layers and heads, and the cosine of the final hidden states.
+
+    Args:
+        batches: Inputs.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches = batches
+        self.score = Score("fidelity", "output_error", "output error", greater_is_better=False, digits=2)
+
+    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Measure a patched model."""
+        fidelity = measure_fidelity(model, self.batches)
+        return {
+            "kl": fidelity.kl,
+            "output_error": fidelity.output_error,
+            "final_cosine": fidelity.final_cosine,
+            "tokens": fidelity.tokens,
+        }

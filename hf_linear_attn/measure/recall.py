@@ -26,17 +26,8 @@ from ..integration.cache_argument import cache_argument, output_cache
 from ..integration.packing import restarting_mixer
 from ..utils.models import evaluation_mode
 from ..utils.options import check_argument
-from ..utils.progress import OnBatch, report_nothing
-from .quality import Score, sentence_embeddings
-from .values import Measure, Values, value
-
-#: What an evaluation measures of decoders: a key in noise, one of four keys in prose, pairs of tokens.
-METRIC_TASKS = ("niah_single_1", "niah_multikey_1", "mqar")
-
-#: For each task, length and depth: prompts of decoders, and documents of encoders, of which one must be retrieved.
-METRIC_PROMPTS, METRIC_DOCUMENTS = 8, 16
-
-RECALL = Score("recall", "recall", "recall", digits=2)
+from .embedding import sentence_embeddings
+from .metric import Metric, Score
 
 #: The task of encoders: which of many documents has a sentence.
 RETRIEVAL = "retrieval"
@@ -118,7 +109,6 @@ def measure_recall(
     trials: int = 8,
     batch_size: int = 4,
     seed: int = 0,
-    on_batch: OnBatch = report_nothing,
 ) -> Recall:
     """Measure what a model recalls of long inputs, by length and depth.
 
@@ -144,7 +134,6 @@ def measure_recall(
             trials at three depths, give an interval of ± 10 points or less.
         batch_size: Prompts in one call.
         seed: Seed of the prompts.
-        on_batch: Called with the prompts done and all prompts.
 
     Raises:
         NotImplementedError: The model is an encoder-decoder.
@@ -170,7 +159,6 @@ def measure_recall(
     rows: list[dict[str, Any]] = []
     identity = hashlib.sha256()
     for task, length in cells:
-        on_batch(len(rows), trials * len(depths) * len(cells))
         cell = {"task": task, "length": length}
         if decoder:
             prompts = _prompts(maker, task, length, depths, trials, seed)
@@ -274,46 +262,41 @@ def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
         return torch.cat([model(batch)["sentence_embedding"].float().cpu() for batch in inputs])
 
 
-def recall_measure(
-    exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0
-) -> tuple[dict[str, Any], Measure]:
-    """Return `measure_recall` as a measure, the mean score and that of each task, length and depth; and its settings.
+class RecallMetric(Metric):
+    """What a model recalls: the mean score of all prompts, and that of each task and length (`niah_single_1 at 512`).
 
-    Its `divergence` is the score of the exact model beyond that of the model.
-
-    Raises:
-        ValueError: As `measure_recall`, before anything is measured.
+    Args:
+        tokenizer: The model's tokenizer.
+        lengths: Tokens of the prompts or documents.
+        tasks: Names of `PROMPT_FUNCTIONS`, or `retrieval` for encoders.
+        trials: Prompts of each task, length and depth; of encoders, documents.
+        seed: Seed of the prompts.
     """
-    decoder = exact.can_generate()
-    settings: dict[str, Any] = {
-        "tasks": METRIC_TASKS if decoder else (RETRIEVAL,),
-        "trials": METRIC_PROMPTS if decoder else METRIC_DOCUMENTS,
-        "lengths": list(lengths),
-        "seed": seed,
-    }
-    maker = PromptMaker(tokenizer, exact.config.vocab_size)
-    for task in settings["tasks"] if decoder else ():
-        (prompt,) = _prompts(maker, task, min(lengths), (0.5,), 1, seed)
-        check_positions(exact, max(lengths) + prompt.new_tokens)
-    check_positions(exact, max(lengths))
-    exact_score: list[float] = []
 
-    def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
-        recall = measure_recall(model, tokenizer, **settings, on_batch=on_batch)
-        if model is exact or not exact_score:
-            reference = recall if model is exact else measure_recall(exact, tokenizer, **settings, on_batch=on_batch)
-            exact_score.append(float(reference.table["score"].mean()))
+    def __init__(
+        self, tokenizer: Any, lengths: Sequence[int], tasks: Sequence[str], *, trials: int = 8, seed: int = 0
+    ) -> None:
+        self.tokenizer, self.lengths, self.tasks = tokenizer, tuple(lengths), tuple(tasks)
+        self.trials, self.seed = trials, seed
+        self.score = Score("recall", "recall", "recall", digits=2)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise a ValueError, before anything is measured, if the model cannot take such prompts."""
+        maker, added = PromptMaker(self.tokenizer, model.config.vocab_size), 0
+        for task in self.tasks:
+            if task != RETRIEVAL:
+                (prompt,) = _prompts(maker, task, min(self.lengths), (0.5,), 1, self.seed)
+                added = max(added, prompt.new_tokens)
+        check_positions(model, max(self.lengths) + added)
+
+    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Measure a decoder or an encoder, as `measure_recall`."""
+        options: dict[str, Any] = {"tasks": self.tasks, "lengths": self.lengths, "trials": self.trials}
+        recall = measure_recall(model, self.tokenizer, **options, seed=self.seed)
         score, count = float(recall.table["score"].mean()), len(recall.table)
         low, high = wilson_interval(score, count)
-        values = [
-            value("recall", score, stderr=(high - low) / 2 / Z95),
-            value("divergence", exact_score[0] - score),
-            value("longest_input", max(lengths), unit="tokens"),
-            value("rows", count),
-        ]
-        for (task, length, depth), row in recall.summary(("task", "length", "depth")).iterrows():
-            stderr = (row["high"] - row["low"]) / 2 / Z95
-            values.append(value("recall_at", row["score"], prompt=task, tokens=length, depth=depth, stderr=stderr))
+        values = {"recall": score, "recall_stderr": (high - low) / 2 / Z95, "low": low, "high": high, "rows": count}
+        values["longest_input"] = max(self.lengths)
+        for (task, length), row in recall.summary().iterrows():
+            values[f"{task} at {length}"] = float(row["score"])
         return values
-
-    return settings, measure

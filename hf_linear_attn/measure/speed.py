@@ -26,7 +26,6 @@ from ..utils.formatting import format_bytes, format_flops, format_rate, format_s
 from ..utils.memory import peak_memory
 from ..utils.models import accepted
 from ..utils.timing import Timing, time_interleaved
-from .values import Values, value
 
 #: What is measured.
 FORWARD, PREFILL, TRAINING, DECODING = "forward", "prefill", "forward+backward", "decoding"
@@ -174,11 +173,11 @@ def measure_passes(
     batch_size: int = 1,
     memory: bool = False,
     flops: bool = False,
-) -> dict[str, Values]:
+) -> dict[str, dict[str, Any]]:
     """Time one pass (a name of `PASSES`) of several models side by side, on tokens `[batch_size, length]`.
 
     Returns:
-        Name -> values `seconds`, `tokens_per_second`, and from a further pass each `peak_memory` (bytes) and `flops`.
+        Name -> numbers (see `timing_values`), and from a further pass each `peak_memory` (bytes) and `flops`.
     """
     backward = measurement == TRAINING
     with torch.inference_mode(not backward):
@@ -191,9 +190,9 @@ def measure_passes(
             gc.collect()
             for name, call in calls.items():
                 if memory:
-                    values[name].append(value("peak_memory", peak_memory(call, device, collect=False), unit="bytes"))
+                    values[name]["peak_memory"] = peak_memory(call, device, collect=False)  # bytes
                 if flops:
-                    values[name].append(value("flops", count_flops(call), unit="FLOP"))
+                    values[name]["flops"] = count_flops(call)
         finally:
             if backward:
                 for model in models.values():
@@ -201,11 +200,11 @@ def measure_passes(
     return values
 
 
-def timing_values(timing: Timing, tokens: int) -> Values:
-    """Return the values of a timed call that processes `tokens` tokens."""
-    columns = asdict(timing)
-    seconds, rate = columns.pop("median"), tokens / timing.median
-    return [value("seconds", seconds, unit="s", **columns), value("tokens_per_second", rate, unit="tokens/s")]
+def timing_values(timing: Timing, tokens: int) -> dict[str, Any]:
+    """Return the numbers of a timed call that processes `tokens` tokens: those of `Timing`, the median as `seconds`."""
+    numbers = asdict(timing)
+    seconds = numbers.pop("median")
+    return {"seconds": seconds, **numbers, "tokens_per_second": tokens / seconds}
 
 
 @torch.inference_mode()
@@ -231,14 +230,14 @@ def measure_decoding(
     baseline: str,
     seconds: float,
     batch_size: int = 1,
-) -> dict[str, Values]:
+) -> dict[str, dict[str, Any]]:
     """Time one new token of each of `batch_size` sequences after a context; the models are interleaved token by token.
 
     The exact model uses the growing cache that `generate` uses by default. During the measurement the context grows by
     the timed tokens, 8 to 40 of them, from `length` on.
 
     Returns:
-        Name -> values `seconds` of one step, `tokens_per_second` and `cache_bytes` (of all sequences).
+        Name -> numbers of one step (see `timing_values`), and `cache_bytes` of all sequences.
     """
     caches = {name: fill_cache(model, tokens, length) for name, model in models.items()}
     for cache in caches.values():
@@ -254,7 +253,4 @@ def measure_decoding(
     steps = {name: partial(decode, model, caches[name], count(length)) for name, model in models.items()}
     options: dict[str, Any] = {"repeat": False, "warmup": 3, "min_rounds": 8, "max_rounds": 40}
     timings = time_interleaved(steps, baseline=baseline, seconds=seconds, device=device, **options)
-    return {
-        name: [*timing_values(timing, batch_size), value("cache_bytes", sizes[name], unit="bytes")]
-        for name, timing in timings.items()
-    }
+    return {name: {**timing_values(timing, batch_size), "cache_bytes": sizes[name]} for name, timing in timings.items()}

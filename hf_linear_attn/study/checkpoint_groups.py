@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
-from ..checkpoints import load_checkpoint
-from ..data.task_data import AUTO_CLASSES, KINDS
 from ..measure.speed import timing_options
 from ..mechanisms.softmax import EXACT
 from ..patching import CONFIG_FIELD
 from ..registry import ATTENTIONS
 from ..utils.sources import loading_errors
-
-#: Kinds of models, and the auto class of each.
-MODEL_CLASSES = {kind: AUTO_CLASSES[task] for task, kind in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -63,18 +55,8 @@ def _without_seeds(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_checkpoint_of(kind: str, folder: str, device: torch.device) -> PreTrainedModel:
-    """Read the weights of a checkpoint of a kind of model."""
-    model, _ = load_checkpoint(folder, getattr(transformers, MODEL_CLASSES[kind]))
-    return model.eval().to(device)
-
-
-def find_checkpoints(
-    converted: Sequence[str], baseline: Sequence[str], exact_config: Any, labels: dict[str, str]
-) -> list[CheckpointGroup]:
+def find_checkpoints(converted: Sequence[str], baseline: Sequence[str], exact_config: Any) -> list[CheckpointGroup]:
     """Group checkpoints, tuned ones with exact attention first, by their layers. Weights are not loaded yet.
-
-    Groups of equal identity have equal `labels`, such as "hedgehog (converted)"; those of new ones are added.
 
     Raises:
         ValueError, OSError: A folder is missing, no checkpoint, of the wrong kind, or of another architecture than the
@@ -93,21 +75,23 @@ def find_checkpoints(
         layers = {} if saved is None else {str(index): layer for index, layer in saved["layers"].items()}
         names = [layer["attention"] for layer in layers.values()] or [EXACT]
         group = CheckpointGroup(max(dict.fromkeys(names), key=names.count), layers, {})
-        known = groups.get(group.identity, group)
-        groups[group.identity] = replace(known, folders={**known.folders, folder: folder_fingerprint(Path(folder))})
+        group = groups.get(group.identity, group)
+        folders = {**group.folders, folder: folder_fingerprint(Path(folder))}
+        groups[group.identity] = replace(group, folders=folders)
+    labelled: list[CheckpointGroup] = []
     for group in groups.values():
         base = f"{group.attention} ({group.state})"
-        numbered = itertools.chain([base], (f"{base} {number}" for number in itertools.count(2)))
-        labels.setdefault(group.identity, next(label for label in numbered if label not in labels.values()))
-    return [replace(group, label=labels[group.identity]) for group in groups.values()]
+        count = sum(other.label.startswith(base) for other in labelled)
+        labelled.append(replace(group, label=f"{base} {count + 1}" if count else base))
+    return labelled
 
 
 def check_same_shape(folder: str, config: Any, exact_config: Any) -> None:
     """Raise a ValueError if a checkpoint does not have the shape of the exact model."""
     for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
-        own, expected = getattr(config, name, None), getattr(exact_config, name, None)
-        if own != expected:
-            raise ValueError(f"{folder!r} was not made from this model: its {name} is {own!r}, not {expected!r}.")
+        value, expected = getattr(config, name, None), getattr(exact_config, name, None)
+        if value != expected:
+            raise ValueError(f"{folder!r} was not made from this model: its {name} is {value!r}, not {expected!r}.")
 
 
 def folder_fingerprint(folder: Path) -> str:

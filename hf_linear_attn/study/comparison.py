@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..measure.quality import Assessment, Score
+from ..measure.assessment import Assessment
+from ..measure.metric import Score
 from ..utils.formatting import fixed
 
 
@@ -43,20 +44,20 @@ class Comparison:
         own, reference = self.own.mean, self.reference.mean
         if self.better:
             return 1.0
-        if reference <= 0 or (own <= 0 and not self.score.higher_is_better):
+        if reference <= 0 or (own <= 0 and not self.score.greater_is_better):
             return None
-        return own / reference if self.score.higher_is_better else reference / own
+        return own / reference if self.score.greater_is_better else reference / own
 
     @property
     def kept(self) -> str:
         """The share as text: `95.2%`, of a perplexity its change `+1.2%`, `better than exact`, or a dash."""
-        if not self.assessment.valid or self.score.agreement:
+        if not self.assessment.valid or self.score.is_agreement:
             return "–"
         if self.better:
             return "better than the control" if self.control else "better than exact"
         if self.share is None:
             return "–"
-        return f"{self.share:.1%}" if self.score.higher_is_better else f"{1 / self.share - 1:+.1%}"
+        return f"{self.share:.1%}" if self.score.greater_is_better else f"{1 / self.share - 1:+.1%}"
 
     def text(self) -> str:
         """Return what is kept of the score, such as `keeps 97.3% of STS-B Spearman`."""
@@ -65,9 +66,8 @@ class Comparison:
             return f"{title}: no conclusion"
         if assessment.below_floor:
             return f"{title}: worse than {assessment.floor_name}"
-        if self.score.agreement or self.share is None:
+        if self.score.is_agreement or self.share is None:
             return f"{title} {self.own.text(self.score.digits)}"
         if self.better:
-            chance = ", which is chance: its outputs differ largely" if assessment.chance else ""
-            return f"{title}: {self.kept}{chance}"
-        return f"keeps {self.kept} of {title}" if self.score.higher_is_better else f"{title} {self.kept}"
+            return f"{title}: {self.kept}"
+        return f"keeps {self.kept} of {title}" if self.score.greater_is_better else f"{title} {self.kept}"

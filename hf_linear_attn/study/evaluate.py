@@ -1,6 +1,6 @@
 """`evaluate`: quality, speed and memory of a model with linear attention, beside its exact attention.
 
-An evaluation is a list of variants of a model and a list of measurements. Each pair is measured once, by a `Study`; of
+An evaluation is a list of variants of a model and a list of metrics. Each pair is measured once, by a `Study`; of
 times, all variants together at each length.
 """
 
@@ -12,25 +12,41 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from ..data.text import text_of
-from ..measure.fidelity import measure_fidelity
-from ..measure.values import Values, value
-from ..patching import patch_report
+from ..data.config import DataConfig
+from ..measure.fidelity import FidelityMetric
+from ..mechanisms.softmax import EXACT
+from ..patching import patch_model
+from ..registry import ATTENTIONS, seed_options
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.formatting import fixed
-from ..utils.progress import ConsoleProgress, Progress, report_batches
-from .options import EvaluateConfig, EvaluationData, with_options
-from .prepare import EvaluatedModel, ExactModel, Measurement, inputs_text, prepare
-from .results import Evaluation
+from ..utils.models import shared_copy
+from ..utils.progress import ConsoleProgress, Progress
+from .checkpoint_groups import find_checkpoints
+from .kinds import held_out_batches
+from .options import (
+    DECODER_ATTENTIONS,
+    ENCODER_ATTENTIONS,
+    QUICK_ATTENTIONS,
+    QUICK_LENGTHS,
+    USUAL_LENGTHS,
+    EvaluateConfig,
+    with_options,
+)
+from .results import Evaluation, Measured
 from .study import Study, check_study, open_study
-from .timing import measure_speed
-from .variants import Loader, variants_of
+from .subject import Subject, held_out_facts, load_subject
+from .timing import SpeedStudy
+from .variants import timed_variants, variants_of
 
-Examples = Callable[[ExactModel, Mapping[str, Loader]], Mapping[str, Any]]
+Examples = Callable[[Subject, Mapping[str, Callable[[], PreTrainedModel]]], Mapping[str, Any]]
 """Data frames by title, from the exact model and loaders of linear ones by their label."""
+
+#: Batches that the fidelity is measured on.
+FIDELITY_BATCHES = 4
 
 
 def evaluate(
@@ -47,19 +63,20 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate mechanisms on a model: quality before and after attention transfer, speed, memory, operations.
 
-        evaluation = evaluate("gpt2", "mine.txt", attention=["hedgehog", "window"], length=4096)
+        evaluation = evaluate("gpt2", "mine.txt", attention=["hedgehog", "window"], max_length=1024)
         evaluation.summary()      # one row per mechanism
-        evaluation.table          # tidy records: one row per value
+        evaluation.table          # every number, one row per measurement
         evaluation.conclusions()  # one sentence per mechanism
         evaluation.report("out")  # a page with plots
 
-    The model stays as it is: mechanisms are patched into copies that share its weights.
+    The model stays as it is: mechanisms are patched into copies that share its weights. The rows that it is measured on
+    are those of `convert` with the same data, and so are the numbers.
 
     Args:
         model: A folder or a repository on the Hub, or a loaded model with exact attention: a causal language model, an
             encoder, or (with a task) a fine-tuned classifier.
-        data: The path of a text file, a list of documents, or an `EvaluationData`. None is enough for an encoder, which
-            is then measured on the documentation that comes with Python.
+        data: The path of a text file, a list of documents, or a `DataConfig`. None is enough for an encoder, which is
+            then measured on the documentation that comes with Python.
         tokenizer: The tokenizer of a loaded model; None: the one that its `name_or_path` leads to.
         output: A folder where every record is stored as soon as it is known. With `resume=True` an interrupted
             evaluation continues there. None: in memory.
@@ -70,50 +87,67 @@ def evaluate(
         **options: Fields of `EvaluateConfig` and of its sections `data` and `speed`, such as `attention`, `steps`,
             `seeds`, `lengths`, `task`, `quick`.
 
-    Returns:
-        An `Evaluation`.
-
     Raises:
         ValueError, TypeError, OSError: Options, a model or data that cannot be used. Nothing has been measured then.
-        ImportError: With a task or STS-B, a package of the extra `train` is missing.
+        ImportError: A package of the extra `train` is missing.
     """
     start = time.perf_counter()
-    progress, text = progress or Progress(), None
-    if data is not None and not isinstance(data, (str, Path, EvaluationData)):
-        data, text = None, text_of(list(data), "the given documents")
+    progress, documents = progress or Progress(), None
+    if data is not None and not isinstance(data, (str, Path, DataConfig)):
+        data, documents = None, list(data)
     config = with_options(config or EvaluateConfig(), options, data)
     where: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite}
     check_study(output, **where)
+    for name in config.attention or ():
+        check_mechanism(name)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
-    models = prepare(model, config, tokenizer, text)
-    first, device = models[0], models[0].exact.model.device
-    with open_study(output, "evaluate", asdict(first.resolved), device=device, progress=progress, **where) as study:
-        for one in models:
-            facts = one.inputs.facts
-            counts = f"{inputs_text(facts['train'])} to train on, {inputs_text(facts['held_out'])} held out"
-            study.progress.log(f"Data: {facts['source']}: {facts['rows']}; {counts}")
-        linear = [measure_quality(study, one) for one in models]
-        notes = measure_speed(study, first) if timing else []
-        tables = examples(first.exact, linear[0]) if examples is not None else {}
-    groups = [group for one in models for group in one.groups]
-    info = {
-        "model": first.exact.facts(),
-        "data": first.inputs.facts,
-        "tasks": [{"task": one.task, "model": one.exact.name, **one.inputs.facts} for one in models[1:]],
-        "settings": asdict(first.resolved),
-        "environment": environment(device),
-        "backend": first.exact.device["backend"],
-        "scores": [asdict(score) for one in models for score in one.scores],
-        "checkpoints": {group.label: [Path(folder).name for folder in group.folders] for group in groups},
-        "quick": config.quick,
-        "notes": notes,
-        "records": study.records.used,
-        "runs": len(study.records.runs),
-        "examples": {title: frame.reset_index().to_dict("list") for title, frame in tables.items()},
-        "created": utc_now(),
-        "seconds": time.perf_counter() - start,
-    }
-    return Evaluation(study.records.to_frame(study.records.used), json_safe(info), study.records)
+    subject = load_subject(model, config, tokenizer, documents)
+    groups = find_checkpoints(config.converted, config.baseline, subject.model.config)
+    attentions = config.attention or ()
+    if config.attention is None and not config.converted:
+        usual = DECODER_ATTENTIONS if subject.kind.is_causal else ENCODER_ATTENTIONS
+        attentions = QUICK_ATTENTIONS if config.quick else usual
+    for name in attentions:
+        check_fits(subject.model, name, config.seeds[0])
+    if not attentions and not any(group.layers for group in groups):
+        raise ValueError("There is nothing to compare: give --attention or --converted.")
+    steps = config.steps if config.steps is not None else (25 if config.quick else 100)
+    seconds = config.speed.seconds or (1.5 if config.quick else 12.0)
+    usual_lengths = QUICK_LENGTHS if config.quick else USUAL_LENGTHS
+    lengths = sorted({*(config.speed.lengths or usual_lengths), *filter(None, [config.data.max_length])})
+    settings = {**asdict(config), "attention": attentions, "steps": steps, "lengths": lengths, "seconds": seconds}
+    device = subject.model.device
+    with open_study(output, "evaluate", settings, device=device, progress=progress, **where) as study:
+        facts = held_out_facts(subject.data)
+        progress.log(f"Data: {subject.data.source}: {subject.data.rows}; {inputs_text(facts)} held out")
+        measured, linear = measure_quality(
+            study, subject, variants_of(subject, study, attentions, config.seeds, steps, groups)
+        )
+        notes: list[str] = []
+        if timing:
+            exact = subject.cast(config.speed.dtype)
+            timed = timed_variants(exact, attentions, config.seeds[0], groups, max(lengths))
+            speed = SpeedStudy(study, exact, timed, seconds, flops=not config.quick)
+            speed.measure(lengths, backward=config.speed.backward, batch_size=config.speed.batch_size)
+            measured += [*map(Measured.of_times, speed.records)]
+            notes = speed.notes
+        tables = examples(subject, linear) if examples is not None else {}
+    return Evaluation(
+        model=subject.facts(),
+        data={"source": subject.data.source, "rows": subject.data.rows, **facts, **subject.data.facts},
+        settings=json_safe(settings),
+        environment=environment(device),
+        backend=subject.device["backend"],
+        scores=tuple(metric.score for metric in subject.metrics.values()),
+        measured=tuple(entry for part in measured for entry in part),
+        checkpoints={group.label: [Path(folder).name for folder in group.folders] for group in groups},
+        notes=tuple(notes),
+        examples={title: json_safe(frame.reset_index().to_dict("list")) for title, frame in tables.items()},
+        created=utc_now(),
+        seconds=time.perf_counter() - start,
+    )
 
 
 def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examples | None = None) -> Evaluation:
@@ -122,56 +156,62 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
     It raises as `evaluate` does, and an ImportError where a package of the extra `demo` is missing.
     """
     require_packages("matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
-    if config.model is None:
-        raise ValueError("No model: give a local folder or a repository on the Hub.")
     with ConsoleProgress(console) as screen:
         evaluation = evaluate(config.model, output=config.output, progress=screen, config=config, examples=examples)
     evaluation.save(config.output)
     path = evaluation.report(config.output)
-    for title, frame in evaluation.examples().items():
+    for title, frame in evaluation.example_tables().items():
         screen.log(title)
         screen.table(frame)
     screen.table(evaluation.summary())
     screen.table(evaluation.quality_table())
-    conclusions = (f"{one.label}: {one.sentence}" for one in evaluation.conclusions())
+    conclusions = [f"{conclusion.label}: {conclusion.sentence}" for conclusion in evaluation.conclusions()]
     for line in (*conclusions, *evaluation.warnings()):
         screen.log(f"• {line}")
     screen.log(f"Report: {path}")
     return evaluation
 
 
-def of_mechanisms(one: EvaluatedModel) -> list[Measurement]:
-    """Return what is measured of linear attention only: how near each head comes to exact attention, and sizes."""
-
-    def fidelity(model: PreTrainedModel, on_batch: Callable[[int, int], None]) -> Values:
-        return measure_fidelity(model, report_batches(one.inputs.fidelity, on_batch)).values()
-
-    def parameters(model: PreTrainedModel, _: Any) -> Values:
-        return [value("learned_parameters", patch_report(model).parameters)]
-
-    data = {"data": one.inputs.hash, **one.inputs.facts["fidelity"]}
-    conditions = one.exact.conditions
-    return [(conditions("fidelity", settings=data), fidelity), (conditions("parameters"), parameters)]
-
-
-def measure_quality(study: Study, one: EvaluatedModel) -> dict[str, Loader]:
-    """Measure every variant of a model; return a loader of the last one with linear attention of each label."""
-    linear: dict[str, Loader] = {}
-    rows = [row for row in variants_of(one, study) if row]
-    of_linear = [*one.inputs.measurements, *(() if one.task else of_mechanisms(one))]
-    task = f"{one.task}: " if one.task else ""
-    for number, variants in enumerate(rows, start=1):
-        texts: dict[str, list[str]] = {score.title: [] for score in one.scores}
+def measure_quality(
+    study: Study, subject: Subject, rows: Any
+) -> tuple[list[list[Measured]], dict[str, Callable[[], PreTrainedModel]]]:
+    """Measure every variant of a model; return the numbers, and a loader of the last linear one of each label."""
+    fidelity = {"fidelity": FidelityMetric(held_out_batches(subject.data)[:FIDELITY_BATCHES])}
+    measured: list[list[Measured]] = []
+    linear: dict[str, Callable[[], PreTrainedModel]] = {}
+    for variants in rows:
         label = variants[0].label
+        texts: dict[str, list[str]] = {name: [] for name in subject.metrics}
         for variant in variants:
-            status = f"{task}{label} ({number} of {len(rows)})"
-            measurements = of_linear if variant.is_linear else one.inputs.measurements
-            records = variant.measure(study, measurements, status)
-            for score in one.scores:
-                result = records[score.measurement].value(score.metric)
-                texts[score.title] += [] if result is None else [fixed(result, score.digits)]
+            metrics = {**subject.metrics, **fidelity} if variant.is_linear else subject.metrics
+            records = variant.measure(study, subject, metrics, label)
+            measured.append([Measured.of(record) for record in records.values()])
+            for name, metric in subject.metrics.items():
+                number = records[name].numbers.get(metric.score.metric)
+                texts[name] += [] if number is None else [fixed(number, metric.score.digits)]
             if variant.is_linear:
                 linear[label] = variant.load
-        results = ", ".join(f"{title} " + " → ".join(part) for title, part in texts.items())
-        study.progress.log(f"{task}{label}: {results}")
-    return linear
+        results = [f"{subject.metrics[name].score.title} " + " → ".join(part) for name, part in texts.items()]
+        study.progress.log(f"{label}: {', '.join(results)}")
+    return measured, linear
+
+
+def check_mechanism(name: str) -> None:
+    """Raise a ValueError for an unknown mechanism, and for exact attention, which others are compared with."""
+    ATTENTIONS.get(name)
+    if name == EXACT:
+        raise ValueError(f"attention {name!r} is the exact attention, which is always measured. Name another one.")
+
+
+def check_fits(model: PreTrainedModel, name: str, seed: int) -> None:
+    """Raise a ValueError if a mechanism does not fit a model."""
+    try:
+        patch_model(shared_copy(model), name, **seed_options(ATTENTIONS.get(name), seed))
+    except NotImplementedError as error:
+        raise ValueError(f"{name!r} cannot be measured on this model: {error}") from error
+
+
+def inputs_text(facts: Mapping[str, int]) -> str:
+    """Return what `held_out_facts` says as text."""
+    noun = "input" if facts["sequences"] == 1 else "inputs"
+    return f"{facts['sequences']:,} {noun} of {facts['tokens']:,} tokens (longest {facts['longest']:,})"

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from ..data.text import encode_text, packed_rows, pad_token, padded_batches, token_passages
 from ..integration.discovery import longest_input
 from ..integration.positions import extend_positions, has_position_table
-from ..measure.quality import sentence_embeddings
+from ..measure.embedding import sentence_embeddings
 from ..utils.formatting import format_seconds
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
-from .prepare import ExactModel
+from .subject import Subject
 
 #: What somebody may look for in the documentation of Python's standard library.
 QUERIES = (
@@ -38,17 +38,18 @@ LONG = 8192
 Models = Mapping[str, PreTrainedModel]
 
 
-def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dict[str, pd.DataFrame]:
+def examples(subject: Subject, models: Models, documents: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Return tables of examples by their titles, of the exact model and converted ones; documents are searched in."""
-    if exact.kind == "decoder":
-        return {f"A text continued: “{PROMPT} …”": continued_text(models, exact.tokenizer)}
+    tokenizer = subject.data.tokenizer
+    if subject.kind.is_causal:
+        return {f"A text continued: “{PROMPT} …”": continued_text(models, tokenizer)}
     longer = {label: extended(model, LONG) for label, model in models.items()}
     is_extended = any(longer[label] is not models[label] for label in models)
-    beyond = f", beyond {longest_input(exact.model):,} trained positions" if is_extended else ""
+    beyond = f", beyond {longest_input(subject.model):,} trained positions" if is_extended else ""
     return {
-        f"A long document{beyond}": long_document(longer, exact.tokenizer, documents),
+        f"A long document{beyond}": long_document(longer, tokenizer, documents),
         f"A search in whole documents of up to {WHOLE:,} tokens{beyond}: the first hits": search(
-            longer, exact.tokenizer, documents
+            longer, tokenizer, documents
         ),
     }
 

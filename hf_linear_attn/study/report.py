@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -17,13 +16,11 @@ from ..utils.extras import require_packages
 from ..utils.files import atomic_write
 from ..utils.formatting import format_bytes, format_seconds
 from ..utils.timing import is_measurable
-from .prepare import inputs_text
+from .tables import Part, write_page
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
     from .results import Evaluation
-
-PAGE, MARKDOWN = "report.html", "report.md"
 
 #: What the tables by length call measurements.
 TITLES = {
@@ -56,9 +53,6 @@ REFERENCES: dict[str, dict[str, Any]] = {
 #: Inches; at 10 points on 5.6 inches, text is about 9 pixels high on a screen of 390 pixels.
 WIDTH, DPI = 5.6, 160
 
-#: Cells of a map whose 95 % interval is wider than this are hatched.
-WIDE = 0.5
-
 STYLE: Any = {
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -75,96 +69,57 @@ CAPTIONS = {
     "transfer or conversion; lines across: 20th to 80th percentile of the speed. Up and right is better.",
     "time": "Time of one forward pass of the whole model, batch 1. Bands: 20th to 80th percentile.",
     "memory": "Peak memory of one forward pass beyond weights and inputs.",
-    "fidelity": "Relative error of the attention outputs by layer, mean over heads; 1 is as wrong as zeros.",
-    "recall": "Score by task, depth (0: the beginning) and length in tokens (see measure_recall); hatched where the "
-    "95 % interval is wider than half of the scale.",
     "decoding": "Time of one new token after a context (left), and the bytes of its cache (right).",
 }
 
-#: Plots by length, with their panels: title, measurement, metric, column and unit.
-CURVES: dict[str, list[tuple[str, str, str, str, Callable[[float], str]]]] = {
+#: Plots by length, with their panels: title, measurement, number and unit.
+CURVES: dict[str, list[tuple[str, str, str, Callable[[float], str]]]] = {
     "time": [
-        ("Time", FORWARD, "seconds", "value", format_seconds),
-        ("Times as fast as exact", FORWARD, "seconds", "speedup", "{:g}×".format),
+        ("Time", FORWARD, "seconds", format_seconds),
+        ("Times as fast as exact", FORWARD, "speedup", "{:g}×".format),
     ],
-    "memory": [("Peak memory of one forward pass, batch 1", FORWARD, "peak_memory", "value", format_bytes)],
+    "memory": [("Peak memory of one forward pass, batch 1", FORWARD, "peak_memory", format_bytes)],
     "decoding": [
-        ("Time of a new token", DECODING, "seconds", "value", format_seconds),
-        ("Cache of one sequence", DECODING, "cache_bytes", "value", format_bytes),
+        ("Time of a new token", DECODING, "seconds", format_seconds),
+        ("Cache of one sequence", DECODING, "cache_bytes", format_bytes),
     ],
 }
 
 
 def write_report(evaluation: Evaluation, folder: Path) -> Path:
-    """Write `report.html`, `report.md` and the plots; return the path of the page, which loads nothing.
+    """Write `report.html`, `report.md` and the plots; return the path of the page, which loads its plots only.
 
-    Everything is made before anything is written. Plots of an earlier report that this one does not have are removed.
+    Plots of an earlier report that this one does not have are removed.
 
     Raises:
         ImportError: A package of the extra `demo` is missing.
     """
     require_packages("matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
     plots = draw_plots(evaluation)
-    page = page_template("report.html").render(
-        evaluation=evaluation,
-        info=evaluation.info,
-        lead=lead(evaluation),
-        plots={name: base64.b64encode(content).decode() for name, content in plots.items()},
-        captions=CAPTIONS,
-        tables=speed_tables(evaluation),
-        method=method(evaluation),
-        note=NOTE,
-    )
-    files = {MARKDOWN: render_markdown(evaluation), PAGE: page}
-    files |= {f"{name}.png": content for name, content in plots.items()}
-    for name, content in files.items():
-        atomic_write(folder / name, content)
+    at = f" at {evaluation.length:,} tokens" if evaluation.length is not None else ""
+    sentences = [f"{conclusion.label}: {conclusion.sentence}" for conclusion in evaluation.conclusions()]
+    parts = [Part(title, table) for title, table in evaluation.example_tables().items()]
+    parts += [
+        Part("All mechanisms", evaluation.summary(), note=NOTE),
+        Part(f"Is it worth it{at}?", sentences=[*sentences, *evaluation.warnings()]),
+        *(Part(picture=f"{name}.png", note=CAPTIONS[name]) for name in plots),
+        Part("Quality", evaluation.quality_table()),
+        *(Part(title, table) for title, table in speed_tables(evaluation).items()),
+    ]
+    facts = pd.DataFrame({"": method(evaluation)}).rename_axis("How it was measured")
+    parts.append(Part("How it was measured", facts, note=evaluation.positions_note()))
+    for name, content in plots.items():
+        atomic_write(folder / f"{name}.png", content)
     for name in CAPTIONS.keys() - plots.keys():
         (folder / f"{name}.png").unlink(missing_ok=True)
-    return folder / PAGE
-
-
-def page_template(name: str) -> Any:
-    """Return a template, with the filter `table` for data frames."""
-    import jinja2
-
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("hf_linear_attn", "study/templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # The name of the index stands in the corner: on its own it would take a second row of titles.
-    templates.filters["table"] = lambda frame: frame.rename_axis(index=None, columns=frame.index.name).to_html(border=0)
-    return templates.get_template(name)
-
-
-def render_markdown(evaluation: Evaluation) -> str:
-    """Return the summary, the conclusions, the tables and how it was measured as Markdown."""
-    frames = {"Quality": evaluation.quality_table(), **speed_tables(evaluation)}
-    tables = [f"## {title}\n\n{frame.to_markdown()}" for title, frame in frames.items()]
-    parts = [
-        f"# Linear attention in {evaluation.info['model']['name']}",
-        lead(evaluation),
-        *(f"**{title}**\n\n{frame.to_markdown()}" for title, frame in evaluation.examples().items()),
-        evaluation.summary().to_markdown(),
-        "\n".join(f"- {one.label}: {one.sentence}" for one in evaluation.conclusions()),
-        *evaluation.warnings(),
-        *tables,
-        evaluation.positions_note(),
-        "## How it was measured",
-        NOTE,
-        "\n".join(f"- {name}: {text}" for name, text in method(evaluation).items()),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return write_page(folder, f"Linear attention in {evaluation.model['name']}", lead(evaluation), parts)
 
 
 def lead(evaluation: Evaluation) -> str:
     """Return the first sentence: the model, the machine, the time."""
-    model, hardware = evaluation.info["model"], evaluation.info["environment"]["hardware"]
-    created = evaluation.info["created"].replace("T", " at ").replace("Z", " UTC")
-    quick = ", in the quick setting" if evaluation.info["quick"] else ""
+    model, hardware = evaluation.model, evaluation.environment["hardware"]
+    created = evaluation.created.replace("T", " at ").replace("Z", " UTC")
+    quick = ", in the quick setting" if evaluation.settings["quick"] else ""
     size = f"{model['layers']} layers of {model['heads']} heads, {model['parameters']:,} parameters"
     machine = f"{hardware['device']} ({hardware['cpu']}, threads: {hardware['threads']})"
     return f"{model['class']}, {size}. Measured on {created} on {machine}{quick}."
@@ -172,47 +127,50 @@ def lead(evaluation: Evaluation) -> str:
 
 def speed_tables(evaluation: Evaluation) -> dict[str, pd.DataFrame]:
     """Return a table for each measurement: values by length as text, times with their speedup."""
-    rows = evaluation.table[evaluation.table["measurement"].isin(list(TITLES))]
-    rows = rows[(rows["batch_size"] > 1) == (rows["metric"] == "tokens_per_second")].dropna(subset="value")
-    compared = rows["speedup"].notna() & (rows["label"] != EXACT_LABEL)
-    known = [is_measurable(row.speedup_p20, row.speedup_p80) for row in rows.itertuples()]
-    speedups = rows["speedup"].map(" ({:.2f}×)".format).where(known, f" ({NOT_MEASURABLE})").where(compared, "")
-    rows = rows.assign(text=[FORMATS[row.metric](row.value) for row in rows.itertuples()] + speedups)
+    sizes = sorted({entry.batch_size for entry in evaluation.measured if entry.batch_size is not None})
     tables = {}
-    for (measurement, metric, size), part in rows.groupby(["measurement", "metric", "batch_size"], sort=False):
-        frame = part.pivot_table("text", "label", "length", aggfunc="last").reindex(evaluation.labels).dropna(how="all")
-        frame.columns = [evaluation.length_title(int(length)) for length in frame.columns]
-        frame = frame.rename_axis(index="tokens").fillna("–")
-        tables[f"{TITLES[measurement]}: {metric.replace('_', ' ')}, batch {size:.0f}"] = frame
+    for measurement, title in TITLES.items():
+        for metric in ("seconds", "peak_memory", "cache_bytes", "flops", "tokens_per_second"):
+            for size in sizes:
+                if (size > 1) == (metric == "tokens_per_second"):
+                    table = _speed_table(evaluation, measurement, metric, size)
+                    if len(table):
+                        tables[f"{title}: {metric.replace('_', ' ')}, batch {size}"] = table
     return tables
+
+
+def _speed_table(evaluation: Evaluation, measurement: str, metric: str, size: int) -> pd.DataFrame:
+    rows: dict[str, dict[str, str]] = {}
+    for label in evaluation.labels:
+        for length, values in sorted(evaluation.times(measurement, label, size).items()):
+            if values.get(metric) is None:
+                continue
+            text = FORMATS[metric](values[metric])
+            if metric == "seconds" and label != EXACT_LABEL:
+                is_known = is_measurable(values["speedup_p20"], values["speedup_p80"])
+                text += f" ({values['speedup']:.2f}×)" if is_known else f" ({NOT_MEASURABLE})"
+            rows.setdefault(label, {})[evaluation.length_title(length)] = text
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="tokens").fillna("–")
 
 
 def method(evaluation: Evaluation) -> dict[str, str]:
     """Return how it was measured: what the inputs were, the settings, the machine, the versions."""
-    info = evaluation.info
-    data, settings, hardware = info["data"], info["settings"], info["environment"]["hardware"]
-    lines = {"data": f"{data['source']}; {inputs_text(data['held_out'])}"}
-    for entry in info["tasks"]:
-        source = f"{entry['source']}, model {entry['model']}"
-        lines[f"data of {entry['task']}"] = f"{source}; {inputs_text(entry['held_out'])}"
-    if "sentence_pairs" in data:
-        lines["sentence pairs"] = data["sentence_pairs"]
-    tokens = evaluation.value("perplexity", "tokens", label=EXACT_LABEL)
-    if tokens is not None:
-        windows = f"windows of at most {evaluation.longest_quality_input():,}, {settings['stride']:,} apart"
-        lines["perplexity"] = f"{tokens:,.0f} predicted tokens in {windows}; each token is counted once"
+    data, settings, environment = evaluation.data, evaluation.settings, evaluation.environment
+    hardware = environment["hardware"]
+    held_out = f"{data['sequences']:,} held-out inputs of {data['tokens']:,} tokens (longest {data['longest']:,})"
+    lines = {"data": f"{data['source']}: {data['rows']}; {held_out}"}
     if settings["steps"]:
-        steps = f"{settings['steps']} steps on {inputs_text(data['train'])}; seeds {settings['seeds']}"
         scope = "the mechanisms' own parameters only; hf-linear-attn convert can train all weights afterwards"
-        lines["attention transfer"] = f"{steps}. It trains {scope}"
-    lines["fidelity"] = f"{inputs_text(data['fidelity'])}; errors of the attention outputs on the exact model's inputs"
-    lines |= {label: ", ".join(folders) for label, folders in info["checkpoints"].items()}
-    rounds = f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['dtype']}"
-    lines["times"] = f"{rounds}, kernels: {info['backend']}; exact attention is {info['model']['attention']}"
+        seeds = ", ".join(map(str, settings["seeds"]))
+        lines["attention transfer"] = f"{settings['steps']} steps; seeds {seeds}. It trains {scope}"
+    lines["fidelity"] = "errors of the attention outputs on the exact model's inputs"
+    lines |= {label: ", ".join(folders) for label, folders in evaluation.checkpoints.items()}
+    rounds = f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['speed']['dtype']}"
+    exact = f"exact attention is {evaluation.model['attention']}"
+    lines["times"] = f"{rounds}, kernels: {evaluation.backend}; {exact}"
     lines["machine"] = f"{hardware['cpu']}, threads: {hardware['threads']}, {hardware['platform']}"
-    lines["versions"] = ", ".join(f"{name} {version}" for name, version in info["environment"]["versions"].items())
-    lines["records"] = f"{len(info['records'])} measurements in records.jsonl, runs: {info['runs']}"
-    lines["duration"] = f"{format_seconds(info['seconds'])} for the last run"
+    lines["versions"] = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    lines["duration"] = f"{format_seconds(evaluation.seconds)} for the last run"
     return lines
 
 
@@ -223,12 +181,13 @@ def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
     drawings: dict[str, Callable[[Evaluation], Any]] = {}
     if evaluation.lengths(FORWARD):
         drawings["quality_vs_speed"] = _quality_vs_speed
-    if len(evaluation.select("fidelity", "output_error")):
-        drawings["fidelity"] = draw_fidelity
-    if len(evaluation.select("recall", "recall_at")):
-        drawings["recall"] = _recall
     for name, panels in CURVES.items():
-        if all(evaluation.select(panel[1], panel[2])["value"].notna().any() for panel in panels):
+        first = [evaluation.times(measurement, EXACT_LABEL) for _, measurement, _, _ in panels]
+        has_numbers = [
+            any(values.get(panel[2]) is not None for values in times.values())
+            for panel, times in zip(panels, first, strict=True)
+        ]
+        if all(has_numbers):
             drawings[name] = partial(_curves, panels=panels)
     with matplotlib.rc_context(STYLE):
         return {name: png(drawings[name](evaluation)) for name in CAPTIONS if name in drawings}
@@ -254,21 +213,22 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     score, length = evaluation.scores[0], evaluation.length
     assert length is not None
     figure, axes = new_figure(4.3)
-    means = []
+    means: list[float] = []
     for label in evaluation.labels:
-        points = [evaluation.quality(score, label, before=before) for before in (True, False)]
-        known, speedup = [point.mean for point in points if point is not None], evaluation.speedup(label, length)
-        if not known or speedup is None:
+        measured = [evaluation.quality(score, label, before=before) for before in (True, False)]
+        points, times = [point.mean for point in measured if point is not None], evaluation.times(FORWARD, label)
+        if not points or length not in times:
             continue
         style = {**_style(evaluation, label), "linestyle": "none", "markersize": 9}
         style["marker"] = style["marker"] or "x"
-        axes.plot([speedup] * len(known), known, color=style["color"], linewidth=1.0, alpha=0.7)
-        axes.plot(evaluation.spread(label, length), [known[-1]] * 2, color=style["color"], linewidth=1.0, alpha=0.7)
-        axes.plot([speedup] * (len(known) - 1), known[:-1], **style, markerfacecolor="white")
-        axes.plot([speedup], known[-1:], label=_name(evaluation, label), **style)
-        means += known
+        speedup, spread = times[length]["speedup"], [times[length][name] for name in ("speedup_p20", "speedup_p80")]
+        axes.plot([speedup] * len(points), points, color=style["color"], linewidth=1.0, alpha=0.7)
+        axes.plot(spread, [points[-1]] * 2, color=style["color"], linewidth=1.0, alpha=0.7)
+        axes.plot([speedup] * (len(points) - 1), points[:-1], **style, markerfacecolor="white")
+        axes.plot([speedup], points[-1:], label=_name(evaluation, label), **style)
+        means += points
     axes.axvline(1.0, color="#000000", linewidth=0.8)
-    if not score.higher_is_better:
+    if not score.greater_is_better:
         if min(means) > 0 and max(means) / min(means) > 4:
             _logarithmic(axes, means, "{:g}".format)
         axes.invert_yaxis()
@@ -278,71 +238,34 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     return figure
 
 
-def draw_fidelity(evaluation: Evaluation) -> Any:
-    """Draw the errors of the attention outputs by mechanism and layer."""
-    rows = evaluation.select("fidelity", "output_error", before=False)
-    table = (
-        rows.pivot_table("value", "label", "layer").reindex(evaluation.mechanisms).dropna(how="all")
-    )  # a layer may be exact
-    figure, axes = new_figure(0.36 * len(table) + 1.6)
-    highest = max(1.0, float(table.max().max()))
-    image = axes.imshow(table, aspect="auto", cmap="viridis_r", vmin=0.0, vmax=highest)
-    axes.set_yticks(range(len(table)), table.index)
-    axes.set_xticks(range(len(table.columns)), table.columns.astype(int))
-    axes.set_xlabel("layer")
-    axes.grid(visible=False)
-    axes.set_title("Error of the attention outputs")
-    figure.colorbar(image, ax=axes)
-    return figure
-
-
-def _recall(evaluation: Evaluation) -> Any:
-    """Draw a map for each row of the summary: tasks and depths by lengths."""
-    scores = evaluation.select("recall", "recall_at", before=False)
-    parts = sorted(scores.groupby("label"), key=lambda part: evaluation.labels.index(part[0]))
-    columns = min(len(parts), 2)
-    rows = -(-len(parts) // columns)
-    tables = [part.pivot_table(["value", "stderr"], ["prompt", "depth"], "tokens", sort=False) for _, part in parts]
-    height = rows * (0.17 * max(map(len, tables)) + 0.8)
-    figure, grid = new_figure(height, rows, columns, squeeze=False, sharex=True, sharey=True)
-    for axes, (label, _), cells in zip(grid.flat, parts, tables, strict=False):
-        table, errors = cells["value"], cells["stderr"]
-        image = axes.imshow(table.astype(float), aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
-        for row, column in zip(*(2 * 1.96 * errors.astype(float) > WIDE).to_numpy().nonzero(), strict=True):
-            axes.fill_between([column - 0.5, column + 0.5], row - 0.5, row + 0.5, color="none", hatch="///", ec="white")
-        axes.set_yticks(range(len(table)), [f"{task}, {depth:g}" for task, depth in table.index], fontsize=7)
-        axes.set_xticks(range(len(table.columns)), [f"{int(length):,}" for length in table.columns])
-        axes.set_title(_name(evaluation, label))
-        axes.grid(visible=False)
-    for axes in grid.flat[len(parts) :]:
-        axes.set_visible(False)
-    figure.supxlabel("tokens")
-    figure.colorbar(image, ax=list(grid.flat[: len(parts)]))
-    return figure
-
-
 def _curves(evaluation: Evaluation, panels: Sequence[Any]) -> Any:
     """Panels with a line per row of the summary by length, on logarithmic axes."""
     figure, grid = new_figure(4.1, columns=len(panels), squeeze=False)
-    for axes, (title, measurement, metric, column, unit) in zip(grid[0], panels, strict=True):
-        rows = evaluation.select(measurement, metric, batch_size=1)
-        rows = rows[rows[column] > 0].sort_values("length")
-        for label, part in rows.groupby("label", sort=False):
+    for axes, (title, measurement, metric, unit) in zip(grid[0], panels, strict=True):
+        drawn: list[float] = []
+        for label in evaluation.labels:
+            times = sorted(evaluation.times(measurement, label).items())
+            times = [(length, values) for length, values in times if (values.get(metric) or 0) > 0]
+            if not times:
+                continue
             style = _style(evaluation, label)
-            if len(part) == 1:
+            if len(times) == 1:
                 style = {**style, "marker": style["marker"] or "x"}  # no line would show it
-            axes.plot(part["length"], part[column], label=_name(evaluation, label), markersize=5, **style)
-            if metric == "seconds":
-                low, high = ("speedup_p20", "speedup_p80") if column == "speedup" else ("p20", "p80")
-                axes.fill_between(part["length"], part[low], part[high], color=style["color"], alpha=0.15, lw=0)
+            lengths, numbers = [length for length, _ in times], [values[metric] for _, values in times]
+            axes.plot(lengths, numbers, label=_name(evaluation, label), markersize=5, **style)
+            if metric in ("seconds", "speedup"):
+                prefix = "speedup_" if metric == "speedup" else ""
+                low, high = ([values[f"{prefix}{name}"] for _, values in times] for name in ("p20", "p80"))
+                axes.fill_between(lengths, low, high, color=style["color"], alpha=0.15, lw=0)
+            drawn += numbers
         axes.set_xscale("log", base=2)
-        lengths = sorted(rows["length"].astype(int).unique())
+        lengths = evaluation.lengths(measurement)
         ticks = lengths[:: -max(1, math.ceil(len(lengths) / 5))]
         axes.set_xticks(ticks, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in ticks])
         axes.minorticks_off()
         axes.set_xlabel("tokens of context" if measurement == DECODING else "tokens")
         axes.set_title(title)
-        _logarithmic(axes, list(rows[column]), unit)
+        _logarithmic(axes, drawn, unit)
     _legend(figure, grid[0, 0], 3)
     return figure
 
@@ -353,7 +276,9 @@ def _logarithmic(axes: Any, values: Sequence[float], unit: Callable[[float], str
 
     low, high = min(values) * 0.8, max(values) * 1.25
     decades = math.log10(high / low)
-    steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if decades < 0.7 else (1, 2, 5) if decades < 2.2 else (1,)
+    steps: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1,)
+    if decades < 0.7:
+        steps = (1, 1.5, 2, 3, 4, 5, 6, 8)
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
@@ -363,12 +288,12 @@ def _logarithmic(axes: Any, values: Sequence[float], unit: Callable[[float], str
 
 def _style(evaluation: Evaluation, label: str) -> dict[str, Any]:
     index = evaluation.labels.index(label) - 1
-    own = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.5}
-    return REFERENCES.get(label, own)
+    style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.5}
+    return REFERENCES.get(label, style)
 
 
 def _name(evaluation: Evaluation, label: str) -> str:
-    return f"exact ({evaluation.info['model']['attention']})" if label == EXACT_LABEL else label
+    return f"exact ({evaluation.model['attention']})" if label == EXACT_LABEL else label
 
 
 def _legend(figure: Any, axes: Any, columns: int = 2) -> None:

@@ -1,12 +1,12 @@
-"""The result of an evaluation: its tidy table, a summary with one row per mechanism, and what follows from it."""
+"""The result of an evaluation: every number, a summary with one row per mechanism, and what follows from it."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,32 +14,32 @@ from typing import Any
 
 import pandas as pd
 
-from ..measure.quality import Score, assess
+from ..measure.assessment import assess
+from ..measure.metric import Score, is_shown
 from ..measure.speed import DECODING, FORMATS, FORWARD, NOT_MEASURABLE, TRAINING
 from ..utils.environment import json_safe
-from ..utils.files import atomic_write, write_json
+from ..utils.files import write_json
 from ..utils.formatting import fixed
 from ..utils.timing import EQUAL, FASTER, Crossover, crossover, is_measurable
 from .comparison import Comparison, Quality
-from .study import RECORDS_FILE, Records
+from .study import Record
 from .variants import EXACT_LABEL, LINEAR_STATES, STATES, WITHOUT_ATTENTION
 
-#: What the report needs besides the records, and the tidy table for other programs.
-EVALUATION_FILE, TABLE_FILE = "evaluation.json", "records.csv"
+EVALUATION_FILE = "evaluation.json"
+
+#: The format of that file.
+FORMAT_VERSION = 2
 
 #: Shares of the exact model's score from which a mechanism counts as keeping it, and as losing a little.
 KEEPS, LOSES_LITTLE = 0.98, 0.9
 
-#: Quality on inputs shorter than this share of the user's length says little about that length.
+#: Quality on inputs shorter than this share of the longest timed ones says little about these.
 SHORT_SHARE = 0.5
 
-#: So many scores have a column of their own in the summary; of further ones it has only what is kept of them.
-WHOLE_SCORES = 2
-
-#: Columns that say how near a mechanism is to its own exact attention.
+#: Numbers that say how near a mechanism is to its own exact attention.
 FIDELITY = (
-    Score("fidelity", "kl", "KL, nats", higher_is_better=False, digits=2),
-    Score("fidelity", "output_error", "output error", higher_is_better=False, digits=2),
+    Score("fidelity", "kl", "KL, nats", greater_is_better=False, digits=2),
+    Score("fidelity", "output_error", "output error", greater_is_better=False, digits=2),
 )
 
 
@@ -52,34 +52,69 @@ class Conclusion:
     worthwhile: bool | None
 
 
-@dataclass(repr=False)
+@dataclass(frozen=True)
+class Measured:
+    """The numbers of one measurement of one variant."""
+
+    label: str  # the row of the summary
+    attention: str
+    state: str  # one of `variants.STATES`; empty for times, which do not depend on it
+    measurement: str
+    values: Mapping[str, Any]
+    seed: int | None = None
+    length: int | None = None  # of times
+    batch_size: int | None = None
+
+    @classmethod
+    def of(cls, record: Record) -> Measured:
+        """Return what a record holds of a metric."""
+        names = ("attention", "state", "measurement", "seed")
+        return cls(record.label, values=record.numbers, **{name: record.conditions[name] for name in names})
+
+    @classmethod
+    def of_times(cls, record: Record) -> list[Measured]:
+        """Return what a record holds of the times of all variants."""
+        conditions = record.conditions
+        sizes = {name: conditions[name] for name in ("measurement", "length", "batch_size")}
+        attentions = {label: options["attention"] for label, options in conditions["options"].items()}
+        return [cls(label, attentions[label], "", values=values, **sizes) for label, values in record.numbers.items()]
+
+
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """What an evaluation measured.
 
     Attributes:
-        table: Tidy records: one row per value (see `Records.to_frame`).
-        info: What was evaluated, on which data, with which settings, on which machine.
-        records: The records of this evaluation, and perhaps of others in the same folder.
+        model, data, settings, environment, backend: What was evaluated, on which data, how, on which machine.
+        scores: The numbers that stand for the quality, the most important first.
+        measured: Every measurement.
+        checkpoints: The folders of each row of converted or tuned checkpoints.
+        notes: What was left out, and why.
+        examples: Tables for a person to read, by their titles, as columns.
     """
 
-    table: pd.DataFrame
-    info: dict[str, Any] = field(default_factory=dict)
-    records: Records | None = None
-
-    @property
-    def scores(self) -> list[Score]:
-        """The scores of the models, the most important first."""
-        return [Score(**entry) for entry in self.info["scores"]]
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    backend: str
+    scores: tuple[Score, ...]
+    measured: tuple[Measured, ...]
+    checkpoints: Mapping[str, list[str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    created: str = ""
+    seconds: float = 0.0
 
     @cached_property
     def states(self) -> dict[str, str]:
         """The rows of the summary and what was done to their models: exact, tuned, mechanisms, without attention."""
-        rows = self.table[self.table["state"].isin(STATES)].drop_duplicates("label", keep="last")
-        return dict(sorted(zip(rows["label"], rows["state"], strict=True), key=lambda row: STATES.index(row[1])))
+        last = {entry.label: entry.state for entry in self.measured if entry.state}
+        return dict(sorted(last.items(), key=lambda row: STATES.index(row[1])))
 
     @property
     def labels(self) -> list[str]:
-        """The rows of the summary: the exact model, tuned exact models, mechanisms, the model without attention."""
+        """The rows of the summary."""
         return list(self.states)
 
     @property
@@ -87,77 +122,80 @@ class Evaluation:
         """The rows of linear attention."""
         return [label for label, state in self.states.items() if state in LINEAR_STATES]
 
-    @cached_property
-    def _parts(self) -> dict[tuple[str, str], pd.DataFrame]:
-        """The rows of each measurement and metric; `before` marks those before an attention transfer."""
-        transferred = self.table.loc[self.table["state"] == "transferred", "label"]
-        before = (self.table["state"] == "untrained") & self.table["label"].isin(transferred)
-        return dict(iter(self.table.assign(before=before).groupby(["measurement", "metric"])))
+    @property
+    def table(self) -> pd.DataFrame:
+        """Every number: one row for each measurement of a variant."""
+        rows = []
+        for entry in self.measured:
+            row = asdict(entry)
+            rows.append({**row, **row.pop("values")})
+        return pd.DataFrame(rows)
 
-    def select(self, measurement: str, metric: str, **columns: Any) -> pd.DataFrame:
-        """Return the rows of a metric with these columns."""
-        rows = self._parts.get((measurement, metric), self.table.iloc[:0].assign(before=False))
-        for name, expected in columns.items():
-            rows = rows[rows[name] == expected]
-        return rows
-
-    def value(self, measurement: str, metric: str, **columns: Any) -> float | None:
-        """Return the only value of a metric with these columns, the mean of several, or None."""
-        mean = float(self.select(measurement, metric, **columns)["value"].astype(float).mean())
-        return None if math.isnan(mean) else mean
+    def select(self, measurement: str, label: str, *, before: bool = False) -> list[Mapping[str, Any]]:
+        """Return the numbers of a metric, by seed or checkpoint; `before` an attention transfer, if there was one."""
+        state = self.states.get(label)
+        wanted = "untrained" if before else state
+        if before and state != "transferred":
+            return []
+        return [
+            entry.values
+            for entry in self.measured
+            if (entry.measurement, entry.label, entry.state) == (measurement, label, wanted)
+        ]
 
     def quality(self, score: Score, label: str, *, before: bool = False) -> Quality | None:
-        """Return a score of a row; `before` attention transfer, as patched, None where there was no transfer."""
-        rows = self._score_rows(score, label, before=before).dropna(subset="value")
-        if not len(rows):
+        """Return a score of a row (see `select`); None where it was not measured or is no number."""
+        rows = self.select(score.measurement, label, before=before)
+        rows = [values for values in rows if values.get(score.metric) is not None]
+        if not rows:
             return None
-        values, stderr = tuple(map(float, rows["value"])), rows["stderr"].astype(float).mean()
-        spread = stdev(values) if len(values) > 1 else None
-        return Quality(fmean(values), spread, None if math.isnan(stderr) else float(stderr), values)
+        numbers = tuple(float(values[score.metric]) for values in rows)
+        errors = [values.get(f"{score.metric}_stderr") for values in rows]
+        stderr = None if None in errors else fmean(error for error in errors if error is not None)
+        return Quality(fmean(numbers), stdev(numbers) if len(numbers) > 1 else None, stderr, numbers)
 
-    def _score_rows(self, score: Score, label: str, **columns: Any) -> pd.DataFrame:
-        """The values of a score by seed or checkpoint, those that are no number among them."""
-        rows = self.select(score.measurement, score.metric, task=score.task, label=label, **columns)
-        return rows[rows["layer"].isna()]
+    def times(self, measurement: str, label: str, batch_size: int = 1) -> dict[int, Mapping[str, Any]]:
+        """Return the numbers of a timed measurement of a row by length."""
+        key = (measurement, label, batch_size)
+        return {
+            int(entry.length): entry.values
+            for entry in self.measured
+            if entry.length is not None and (entry.measurement, entry.label, entry.batch_size) == key
+        }
 
     def lengths(self, measurement: str, batch_size: int = 1) -> list[int]:
-        """Return the lengths at which something was timed for all rows."""
-        counts = self.select(measurement, "seconds", batch_size=batch_size)["length"].value_counts()
-        return sorted(int(length) for length in counts.index[counts == counts.max()])
+        """Return the lengths at which something was timed."""
+        return sorted(self.times(measurement, EXACT_LABEL, batch_size))
 
     def nearest_length(self, measurement: str = FORWARD) -> int | None:
-        """Return the timed length that is nearest to the user's own, or None."""
-        lengths, own = self.lengths(measurement), self.info["settings"]["length"]
-        return min(lengths, key=lambda length: abs(length - own), default=None)
+        """Return the timed length that is nearest to that of the inputs, `data.max_length`; else the longest one."""
+        lengths, wanted = self.lengths(measurement), self.settings["data"]["max_length"]
+        if wanted is None or not lengths:
+            return max(lengths, default=None)
+        return min(lengths, key=lambda length: abs(length - wanted))
 
     @property
     def length(self) -> int | None:
-        """The timed length that is nearest to the user's own."""
+        """The length that the summary and the conclusions are about."""
         return self.nearest_length()
 
     def speedup(self, label: str, length: int, measurement: str = FORWARD) -> float | None:
         """Return the time of the exact model divided by this one's; both were timed side by side."""
-        rows = self._timings(label, measurement, length=length)
-        return float(rows["speedup"].iloc[-1]) if len(rows) else None
+        return self.times(measurement, label).get(length, {}).get("speedup")
 
-    def measurable(self, label: str, length: int, measurement: str = FORWARD) -> bool:
+    def is_measurable(self, label: str, length: int, measurement: str = FORWARD) -> bool:
         """Return whether the spread of a speedup is narrower than its effect (see `utils.timing.is_measurable`)."""
-        spread = self.spread(label, length, measurement)
-        return not spread or is_measurable(*spread)
-
-    def spread(self, label: str, length: int, measurement: str = FORWARD) -> list[float]:
-        """Return the 20th and the 80th percentile of a speedup; nothing where it was not timed."""
-        rows = self._timings(label, measurement, length=length)
-        return [float(rows[name].iloc[-1]) for name in ("speedup_p20", "speedup_p80") if len(rows)]
-
-    def _timings(self, label: str, measurement: str = FORWARD, **columns: Any) -> pd.DataFrame:
-        return self.select(measurement, "seconds", label=label, batch_size=1, **columns).dropna(subset="speedup")
+        values = self.times(measurement, label).get(length)
+        return values is None or is_measurable(values["speedup_p20"], values["speedup_p80"])
 
     def crossover(self, label: str) -> Crossover | None:
         """Return the length from which a mechanism is faster than the exact model, by what is measurable."""
-        rows = self._timings(label).sort_values("length")
-        rows = rows[[*map(is_measurable, rows["speedup_p20"], rows["speedup_p80"])]]
-        return crossover(rows["length"].astype(int).tolist(), rows["speedup"].tolist()) if len(rows) else None
+        speedups = {
+            length: values["speedup"]
+            for length, values in sorted(self.times(FORWARD, label).items())
+            if is_measurable(values["speedup_p20"], values["speedup_p80"])
+        }
+        return crossover(list(speedups), list(speedups.values())) if speedups else None
 
     def compare(self, label: str, score: Score) -> Comparison | None:
         """Compare a row's score with that of exact attention, and with that of the model without attention.
@@ -166,96 +204,86 @@ class Evaluation:
         """
         converted = self.states[label] == "converted"
         controls = [name for name, state in self.states.items() if converted and state == "tuned"]
-        tuned = [quality for name in controls if (quality := self.quality(score, name)) is not None]
-        own, reference = self.quality(score, label), tuned[0] if tuned else self.quality(score, EXACT_LABEL)
-        if own is None or reference is None:
+        tuned = self.quality(score, controls[0]) if controls else None
+        value, reference = self.quality(score, label), tuned or self.quality(score, EXACT_LABEL)
+        if value is None or reference is None:
             return None
         floor = self.quality(score, WITHOUT_ATTENTION)
-        divergences = replace(score, metric="divergence")
-        gap = None if tuned else self.quality(replace(score, metric="difference"), WITHOUT_ATTENTION)
-        constant = self.value(score.measurement, "most_frequent_answer", label=EXACT_LABEL, task=score.task)
-        moved, most = (self.quality(divergences, name) for name in (label, WITHOUT_ATTENTION))
-        stderr = math.hypot(*(known.stderr or 0.0 for known in (reference, floor) if known is not None))
+        errors = [quality.stderr for quality in (reference, floor) if quality is not None]
         assessment = assess(
-            own.mean,
+            value.mean,
             reference.mean,
             None if floor is None else floor.mean,
-            higher_is_better=score.higher_is_better,
-            most_frequent_answer=constant,
-            stderr=stderr if gap is None or gap.stderr is None else gap.stderr,
-            divergence=None if moved is None or converted else moved.mean,  # training moves the outputs, too
-            floor_divergence=None if most is None else most.mean,
+            greater_is_better=score.greater_is_better,
+            constant_answer=score.constant_answer,
+            stderr=math.hypot(*(error or 0.0 for error in errors)),
         )
-        return Comparison(score, own, reference, bool(tuned), assessment)
-
-    def mean_share(self, label: str) -> float | None:
-        """Return the mean over the labelled tasks of the share that is kept, where a better score counts as 1.
-
-        The result is None with fewer than two tasks, or where one of them cannot measure attention.
-        """
-        comparisons = [self.compare(label, score) for score in self.scores if score.measurement == "task"]
-        shares = [one.share for one in comparisons if one is not None and one.assessment.valid]
-        known = [share for share in shares if share is not None]
-        return fmean(known) if 2 <= len(known) == len(comparisons) else None
-
-    def examples(self) -> dict[str, pd.DataFrame]:
-        """Return tables for a person to read, by their titles: what the exact and the converted models do."""
-        tables = self.info.get("examples", {})
-        return {title: pd.DataFrame(one).set_index(next(iter(one))) for title, one in tables.items()}
+        return Comparison(score, value, reference, tuned is not None, assessment)
 
     def conclusions(self) -> list[Conclusion]:
-        """Return one sentence per mechanism: its speed at the user's length, and what it keeps of the quality."""
+        """Return one sentence per mechanism: its speed at the length of interest, and what it keeps of the quality."""
         return [self._conclusion(label) for label in self.mechanisms]
 
     def _conclusion(self, label: str) -> Conclusion:
         parts, speedup = [], None
         if self.length is not None:
-            speedup, measurable = self.speedup(label, self.length), self.measurable(label, self.length)
+            speedup, measurable = self.speedup(label, self.length), self.is_measurable(label, self.length)
             parts += [] if speedup is None else [f"{_speed_text(speedup, measurable)} at {self.length:,} tokens"]
             speedup = speedup if measurable else None
-        comparisons = [one for score in self.scores if (one := self.compare(label, score)) is not None]
+        compared = [self.compare(label, score) for score in self.scores]
+        comparisons = [comparison for comparison in compared if comparison is not None]
         worthwhile = _worthwhile(speedup, comparisons[0] if comparisons else None)
         if worthwhile is not False and self._quality_of_short_inputs():
             worthwhile = None
-        return Conclusion(label, f"{', '.join(parts + [one.text() for one in comparisons])}.", worthwhile)
+        sentence = ", ".join(parts + [comparison.text() for comparison in comparisons])
+        return Conclusion(label, f"{sentence}.", worthwhile)
 
     def _quality_of_short_inputs(self) -> bool:
         return self.length is not None and self.longest_quality_input() < SHORT_SHARE * self.length
 
     def longest_quality_input(self) -> int:
         """Return the tokens of the longest input that the first score was measured on."""
-        first = self.scores[0]
-        return int(self.value(first.measurement, "longest_input", label=EXACT_LABEL, task=first.task) or 0)
+        rows = self.select(self.scores[0].measurement, EXACT_LABEL)
+        return int(rows[0]["longest_input"]) if rows else 0
 
     def warnings(self) -> list[str]:
         """Return what limits the conclusions: data that cannot measure attention, noisy times, another precision."""
         lines: list[str] = []
         for score, label in itertools.product(self.scores, self.mechanisms):
-            one = self.compare(label, score)
-            if one is not None and one.assessment.floor is not None and not one.assessment.valid:
-                own, lowest = (fixed(value, score.digits) for value in (one.reference.mean, one.assessment.floor))
-                reference = "the control" if one.control else "the exact model"
-                problem = f"{reference} ({own}) is not clearly better than {one.assessment.floor_name} ({lowest})"
+            comparison = self.compare(label, score)
+            floor = None if comparison is None else comparison.assessment.floor
+            if comparison is not None and floor is not None and not comparison.assessment.valid:
+                assessment = comparison.assessment
+                value, lowest = fixed(comparison.reference.mean, score.digits), fixed(floor, score.digits)
+                reference = "the control" if comparison.control else "the exact model"
+                problem = f"{reference} ({value}) is not clearly better than {assessment.floor_name} ({lowest})"
                 lines.append(f"{score.title}: these data cannot measure attention: {problem}. No conclusion is drawn.")
-            rows = self._score_rows(score, label, before=False)
-            if 0 < (lost := int(rows["value"].isna().sum())) < len(rows):
-                runs = f"in {lost} of {len(rows)} runs"
-                lines.append(f"{label}: {score.title} is no number {runs}; the others are shown.")
+            rows = self.select(score.measurement, label)
+            lost = sum(values.get(score.metric) is None for values in rows)
+            if 0 < lost < len(rows):
+                lines.append(
+                    f"{label}: {score.title} is no number in {lost} of {len(rows)} runs; the others are shown."
+                )
         if self._quality_of_short_inputs():
             lines.append(f"Quality was measured on inputs of at most {self.longest_quality_input():,} tokens.")
-        timed, own = self.info["settings"]["dtype"], self.info["model"]["dtype"]
-        if timed != own:
-            lines.append(f"Times are those of {timed}; quality was measured in {own}.")
-        return [*dict.fromkeys(lines), *self.info["notes"]]
+        timed, loaded = self.settings["speed"]["dtype"], self.model["dtype"]
+        if timed != loaded:
+            lines.append(f"Times are those of {timed}; quality was measured in {loaded}.")
+        return [*dict.fromkeys(lines), *self.notes]
 
     def length_title(self, length: int) -> str:
         """Return a length as text, with a mark beyond the model's positions, which a note explains."""
-        limit = self.info["model"].get("positions")
+        limit = self.model.get("positions")
         return f"{length:,}" + (" †" if limit is not None and length > limit else "")
 
     def positions_note(self) -> str:
         """Return the line that belongs to everything beyond the model's positions; empty where there is nothing."""
-        return next((note for note in self.info["notes"] if note.startswith("†")), "")
+        return next((note for note in self.notes if note.startswith("†")), "")
+
+    def example_tables(self) -> dict[str, pd.DataFrame]:
+        """Return the examples as tables: what the exact and the converted models do."""
+        tables = {title: pd.DataFrame(columns) for title, columns in self.examples.items()}
+        return {title: frame.set_index(frame.columns[0]) for title, frame in tables.items()}
 
     def summary(self) -> pd.DataFrame:
         """Return the table that a report starts with: one row per mechanism, values as text.
@@ -265,48 +293,56 @@ class Evaluation:
         return _frame({label: self._summary_row(label) for label in self.labels})
 
     def quality_table(self) -> pd.DataFrame:
-        """Return all scores of the mechanisms, `a → b` before and after attention transfer, and their fidelity."""
-        return _frame({label: self._quality_row(label) for label in self.mechanisms})
+        """Return the numbers of all metrics, `a → b` before and after attention transfer, and their fidelity."""
+        return _frame({label: self._quality_row(label) for label in self.labels})
 
     def _quality_row(self, label: str) -> dict[str, str]:
         row: dict[str, str] = {}
         for score in (*self.scores, *FIDELITY):
-            before, after = self.quality(score, label, before=True), self.quality(score, label)
-            start = "" if before is None else f"{fixed(before.mean, score.digits)} → "
-            row[score.title] = "–" if after is None else f"{start}{after.text(score.digits)}"
-        row["learned parameters"] = _text(self.value("parameters", "learned_parameters", label=label), "{:,.0f}".format)
+            names = [score.metric] if score in FIDELITY else self._numbers(score)
+            for name in names:
+                number = Score(score.measurement, name, name, digits=score.digits)
+                before, after = self.quality(number, label, before=True), self.quality(number, label)
+                start = "" if before is None else f"{fixed(before.mean, score.digits)} → "
+                title = score.title if name == score.metric else name.replace("_", " ")
+                row[title] = "–" if after is None else f"{start}{after.text(score.digits)}"
         return row
+
+    def _numbers(self, score: Score) -> list[str]:
+        """Return the names of the numbers of a metric, the one that decides first."""
+        rows = self.select(score.measurement, EXACT_LABEL)
+        names = filter(is_shown, rows[0]) if rows else ()
+        return list(dict.fromkeys((score.metric, *names)))
 
     def _summary_row(self, label: str) -> dict[str, str]:
         row: dict[str, str] = {}
-        for index, score in enumerate(self.scores):
-            own = self.quality(score, label)
-            if index < WHOLE_SCORES:
-                row[score.title] = "–" if own is None else own.text(score.digits)
+        for score in self.scores:
+            value = self.quality(score, label)
+            row[score.title] = "–" if value is None else value.text(score.digits)
             compared = None if label == EXACT_LABEL else self.compare(label, score)
-            row[f"{score.title} {'kept' if score.higher_is_better else 'change'}"] = compared.kept if compared else "–"
-        row["mean over tasks"] = _text(self.mean_share(label) if label in self.mechanisms else None, "{:.1%}".format)
+            change = "kept" if score.greater_is_better else "change"
+            row[f"{score.title} {change}"] = compared.kept if compared else "–"
         row["faster from"] = _text(self.crossover(label) if label in self.mechanisms else None, str)
         for measurement in (FORWARD, TRAINING, DECODING):
             if (length := self.nearest_length(measurement)) is not None:
                 row[f"{measurement} at {self.length_title(length)}"] = self._speed(label, measurement, length)
         for title, measurement, metric in (("memory", FORWARD, "peak_memory"), ("cache", DECODING, "cache_bytes")):
             if (length := self.nearest_length(measurement)) is not None:
-                number = self.value(measurement, metric, label=label, length=length, batch_size=1)
+                number = self.times(measurement, label).get(length, {}).get(metric)
                 row[f"{title} at {self.length_title(length)}"] = _text(number, FORMATS[metric])
         return row
 
     def _speed(self, label: str, measurement: str, length: int) -> str:
         """Return how many times as fast a row is, or the time of the exact model."""
+        values = self.times(measurement, label).get(length, {})
         if label == EXACT_LABEL:
-            seconds = self.value(measurement, "seconds", label=label, length=length, batch_size=1)
-            return _text(seconds, FORMATS["seconds"])
-        if not self.measurable(label, length, measurement):
+            return _text(values.get("seconds"), FORMATS["seconds"])
+        if not self.is_measurable(label, length, measurement):
             return NOT_MEASURABLE
-        return _text(self.speedup(label, length, measurement), FORMATS["speedup"])
+        return _text(values.get("speedup"), FORMATS["speedup"])
 
     def report(self, folder: str | Path) -> Path:
-        """Write `report.html` with its plots and `report.md` to a folder; return the path of the page.
+        """Write `report.html`, `report.md` and their plots to a folder; return the path of the page.
 
         Raises:
             ImportError: matplotlib, jinja2 or tabulate is missing.
@@ -316,32 +352,28 @@ class Evaluation:
         return write_report(self, Path(folder))
 
     def save(self, folder: str | Path) -> None:
-        """Write the records (which replace others in the folder), the tidy table as CSV, and `evaluation.json`."""
-        path = Path(folder)
-        if self.records is not None and (self.records.path or Path()).resolve() != (path / RECORDS_FILE).resolve():
-            self.records.save(path / RECORDS_FILE)
-        atomic_write(path / TABLE_FILE, self.table.dropna(axis=1, how="all").to_csv(index=False))
-        write_json(path / EVALUATION_FILE, json_safe(self.info))
+        """Write everything to `evaluation.json` in a folder."""
+        write_json(Path(folder) / EVALUATION_FILE, {"format_version": FORMAT_VERSION, **json_safe(asdict(self))})
 
     @classmethod
     def load(cls, folder: str | Path) -> Evaluation:
         """Read what `save` wrote.
 
         Raises:
-            OSError, ValueError: The folder has no evaluation, or its records are damaged.
+            OSError, ValueError: The folder has no evaluation, or one of another format.
         """
-        path = Path(folder)
-        if not (path / EVALUATION_FILE).is_file():
+        path = Path(folder) / EVALUATION_FILE
+        if not path.is_file():
             raise FileNotFoundError(f"{str(folder)!r} has no {EVALUATION_FILE}. Give the output of an evaluation.")
-        info = json.loads((path / EVALUATION_FILE).read_text(encoding="utf-8"))
-        records = Records(path / RECORDS_FILE)
-        if missing := info["records"].keys() - {record.id for record in records}:
-            problem = f"lacks {len(missing)} of the {len(info['records'])} records of its evaluation"
-            raise ValueError(f"{str(folder)!r} {problem}. Copy {RECORDS_FILE}, too.")
-        return cls(records.to_frame(info["records"]), info, records)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.get("format_version") != FORMAT_VERSION:
+            raise ValueError(f"{str(path)!r} has another format. Use the release that wrote it.")
+        values |= {"scores": tuple(Score(**score) for score in values["scores"]), "notes": tuple(values["notes"])}
+        values["measured"] = tuple(Measured(**entry) for entry in values["measured"])
+        return cls(**{item.name: values[item.name] for item in fields(cls)})
 
     def __repr__(self) -> str:
-        lines = [self.summary().to_string(), *(f"{one.label}: {one.sentence}" for one in self.conclusions())]
+        lines = [self.summary().to_string(), *(f"{row.label}: {row.sentence}" for row in self.conclusions())]
         return "\n".join([*lines, *self.warnings()])
 
     def _repr_html_(self) -> str:
@@ -349,7 +381,7 @@ class Evaluation:
 
 
 def _frame(rows: dict[str, dict[str, str]]) -> pd.DataFrame:
-    frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("attention")
+    frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("attention").fillna("–")
     return frame.loc[:, (frame != "–").any()]
 
 
@@ -365,7 +397,7 @@ def _worthwhile(speedup: float | None, comparison: Comparison | None) -> bool | 
     """Whether a mechanism is faster and keeps the quality; None where the data do not decide, or it loses a little."""
     if speedup is not None and speedup < FASTER:
         return False
-    if comparison is None or not comparison.assessment.valid or speedup is None or comparison.assessment.chance:
+    if comparison is None or not comparison.assessment.valid or speedup is None:
         return None
     if comparison.assessment.below_floor:
         return False

@@ -3,9 +3,10 @@
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -28,20 +29,40 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoints import copy_companions
 from ..data.encoding import row_lengths
-from ..data.task_data import TaskData
+from ..data.task_data import TaskData, load_splits, load_task_data
 from ..integration.context import saved_tensors
+from ..measure.metric import Metric, is_shown
+from ..measure.recall import RecallMetric
+from ..measure.speed import measure_passes
+from ..training.calibration import (
+    CALIBRATION_LENGTH,
+    CALIBRATION_TOKENS,
+    Calibration,
+    calibrate,
+    leading_batches,
+)
 from ..training.distillation import DistillationTrainer, FinetuningConfig, FinetuningTrainer
+from ..training.options import ConvertConfig, TrainingRunConfig
 from ..training.resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator, SignalWatch
 from ..training.sharding import check_launch, check_sharding, fill_copy, meta_copy, runs_on_cpu, shards_models
-from ..training.transfer import transfer_attention
+from ..training.transfer import exact_length, transfer_attention
 from ..utils.environment import environment, has_slow_bfloat16, json_safe
-from ..utils.files import atomic_folder, check_disk_space, check_output, clear_folder, remove_partial_files
+from ..utils.files import (
+    atomic_folder,
+    check_disk_space,
+    check_output,
+    clear_folder,
+    open_output,
+    remove_partial_files,
+)
 from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from ..utils.options import flatten, to_dict
 from ..utils.progress import LineProgress, Progress
+from . import models
 from .budgets import Budget
+from .kinds import KINDS, Kind
 from .study import LEARNED_FOLDER, RECORDS_FILE, Conditions, Records, Study
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.
@@ -59,6 +80,12 @@ RESULTS_FILE = "results.json"
 #: The record of what a resumed run must find as it was: `processes`, the facts (`data`) and the `checksum` of the data,
 #: and the hash of the exact model's weights (`model`), if it is not trained first.
 IDENTITY = "processes"
+
+#: The prompts that a budget is asked about what a model recalls: so many texts, at three depths each.
+RECALL_TRIALS = 16
+
+#: Seconds to time one length.
+TIMING_SECONDS = 2.0
 
 #: How to go on with a run that was interrupted.
 RESUME = "Continue with the same options and --resume."
@@ -132,8 +159,9 @@ class StageLog(TrainerCallback):
 
 
 def format_metrics(values: Mapping[str, float]) -> str:
-    """Return metrics in one line."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    """Return metrics in one line, without their errors and what says how much was measured."""
+    shown = {name: value for name, value in values.items() if is_shown(name)}
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> str:
@@ -149,10 +177,9 @@ class TrainingRun:
     `checkpoints/` is what a stage can resume from until it is finished. It reports its progress on the console, by
     default stderr.
 
-    `state` has the result of each finished stage by its name: metrics (`teacher`, `no attention`, `20% exact heads` and
-    other choices, `patched`, `transferred`, `closed`, `distilled`, `control`, `converted`, `trained`), what a training
-    did (`teacher stage`, `calibration`, `transfer`, `distill`, `control distill`, `train`), and facts (`processes`,
-    see `IDENTITY`, `exact_heads`, `linear parts`, `recall, …`, `speed`). `record` stores one; `once`, `measure` and
+    `state` has the result of each finished stage by its name: what the metric says of a model, under the names of
+    `result.Scores` or that of a choice (`20% exact heads`), what a training did, and facts (`processes`, see
+    `IDENTITY`, `exact_heads`, `linear parts`, `recall, …`, `speed`). `record` stores one; `once`, `measure` and
     `learned` do what is not stored yet, and store it; `evaluate`, `train` and `transfer` leave that to their caller.
 
     Raises:
@@ -161,13 +188,15 @@ class TrainingRun:
         OSError: The folder cannot be written to.
     """
 
-    #: The data of the task, once they are loaded.
+    #: The data of the task, once they are loaded, and the metric of the run, once the exact model is.
     data: TaskData
+    metric: Metric
 
     def __init__(self, config: Any, tool: str, console: Console | None = None) -> None:
         if config.output is None:
             raise ValueError("There is no folder for the result. Give one with --output.")
         self.config, self.tool = config, tool
+        self.kind: Kind = KINDS[config.resolved_task_type]
         budget = getattr(config, "budget", None)
         self.budget = None if budget is None else Budget.parse(budget)
         self.folder = Path(config.output)
@@ -341,25 +370,132 @@ class TrainingRun:
                     folder.rmdir()
         self.process.wait_for_everyone()
 
-    def measure(self, stage: str, model: PreTrainedModel) -> dict[str, float]:
-        """Evaluate a model once, and store its metrics."""
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context manager of all stages: a run that fails before `log.jsonl` has a line leaves no folder."""
+        if self.is_main_process:
+            with open_output(self.folder, (LOG_FILE,)):
+                self.process.wait_for_everyone()
+                yield
+        else:
+            self.process.wait_for_everyone()
+            yield
+
+    def load_data(self) -> None:
+        """Read and encode the data, and say what they are."""
+        config, tokenizer = self.config, self._tokenizer()
+        max_length, reason = models.row_limit(config, tokenizer)
+        with self.progress.working(f"reading {config.data.task or config.data.dataset or 'the data'}"):
+            is_conversion = isinstance(config, ConvertConfig) and not config.teacher.enabled
+            if is_conversion and self.kind.task_type == "classification":
+                models.check_head(config)
+            with self.process.main_process_first():
+                rows = models.with_limits(self.kind, replace(config.data, max_length=max_length))
+                data = load_task_data(config.task_type, tokenizer, rows, config.seed)
+        facts = data.facts
+        held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
+        train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
+        self.progress.log(f"Data: {data.rows}; {train}, {held_out:,} to validate on")
+        if facts["train_truncated"]:
+            share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
+            cut = f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut"
+            lost = f"they lose {100 * share:.1f} % of all tokens."
+            self.progress.log(f"{cut} to {max_length:,} tokens ({reason}); {lost}")
+        if repeated := facts["validation_repeated"]:
+            rows_text = f"{repeated:,} of {held_out:,} validation rows are in the training data, too"
+            self.progress.log(f"{rows_text}: their scores say little of new inputs.")
+        self.use_data(data)
+
+    def _tokenizer(self) -> Any:
+        """Return the model's tokenizer, or train one on the training text first and save it in the run's folder."""
+        config = self.config
+        if config.train_tokenizer is None:
+            return models.load_tokenizer(config)
+        folder = self.folder / "tokenizer"
+        self.prepare_folder()
+        if self.is_main_process and not folder.exists():
+            columns = config.data.text_columns
+            with self.progress.working("training a tokenizer"):
+                rows = load_splits(config.data, columns)["train"]
+                texts = chain.from_iterable(rows[column] for column in columns)
+                tokenizer = models.train_tokenizer(texts, config.train_tokenizer, models.row_limit(config)[0])
+            with atomic_folder(folder) as temporary:
+                tokenizer.save_pretrained(temporary)
+        self.process.wait_for_everyone()
+        return models.load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
+
+    def use_metric(self, exact: PreTrainedModel) -> None:
+        """Make the metric of the run, which compares embeddings with those of the exact model."""
+        self.metric = self.kind.metric(self.data, exact)
+
+    def label_with_embeddings(self, expected: Tensor) -> None:
+        """Give the held-out rows the embeddings of the exact model as labels, by which the best step is chosen."""
+        data = self.data
+        data.train = data.train.add_column("labels", [0.0] * len(data.train))  # at each step the teacher's, instead
+        first = 0
+        for name, rows in data.validation.items():
+            part = expected[first : first + len(rows)]
+            data.validation[name] = rows.add_column("labels", part.tolist())
+            first += len(rows)
+
+    def measure(self, stage: str, model: PreTrainedModel) -> dict[str, Any]:
+        """Measure a model once, and store what the metric says of it."""
         return self.once(stage, lambda: self.evaluate(stage, model))
 
-    def evaluate(self, stage: str, model: PreTrainedModel) -> dict[str, float]:
-        """Return the metrics of a model on the validation data, which are logged as those of a stage."""
+    def evaluate(self, stage: str, model: PreTrainedModel) -> dict[str, Any]:
+        """Return what the metric says of a model, the same for all processes, and log it as that of a stage."""
         self.prepare_folder()
-        arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
-        with self.progress.working(f"measuring: {stage}"), quiet_transformers():
-            trainer = FinetuningTrainer(model, arguments, **self.data.trainer_arguments())
-            trainer.remove_callback(PrinterCallback)
-            # The complete model is on each device: nothing is sharded for an evaluation.
-            trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
-            model.to(trainer.args.device)  # type: ignore[arg-type]
-            metrics = self.data.own_metrics(trainer.evaluate())
-        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        StageLog(stage, self.log_file).write_measured(metrics)
-        self.progress.log(f"{stage}: {format_metrics(metrics)}")
-        return metrics
+        model.to(self.process.device)
+        with self.progress.working(f"measuring: {stage.replace('_', ' ')}"):
+            values: dict[str, Any] = broadcast_object_list([self.metric(model)])[0]
+        StageLog(stage, self.log_file).write_measured(values)
+        self.progress.log(f"{stage.replace('_', ' ')}: {format_metrics(values)}")
+        return values
+
+    def measure_recall(self, name: str, model: PreTrainedModel, *, length: int) -> dict[str, Any]:
+        """Measure once what a model recalls of prompts of so many tokens."""
+
+        def measure() -> dict[str, Any]:
+            task = self.kind.recall_task
+            metric = RecallMetric(self.data.tokenizer, [length], [task], trials=RECALL_TRIALS, seed=self.config.seed)
+            with self.progress.working(f"measuring what {name} recalls"):
+                model.to(self.process.device)
+                return {**metric(model), "task": task, "length": length}
+
+        return self.once(f"recall, {name}", measure)
+
+    def time(self, teacher: PreTrainedModel, student: PreTrainedModel, length: int) -> dict[str, dict[str, Any]]:
+        """Time one forward pass (batch 1) of teacher and student, side by side, in the precision of the run."""
+        tokens = [int(token) for token in cast(Any, self.data.train)[0]["input_ids"]]
+        timed = {"teacher": teacher, "student": student}
+        for model in timed.values():
+            model.to(self.process.device).eval()
+        with self.mixed_precision():
+            return measure_passes(timed, tokens, length, baseline="teacher", seconds=TIMING_SECONDS)
+
+    def mixed_precision(self) -> torch.autocast:
+        """Return the context in which the run trains."""
+        precision = torch.bfloat16 if self.config.bf16 else torch.float16
+        return torch.autocast(self.process.device.type, precision, enabled=self.config.bf16 or self.config.fp16)
+
+    def long_rows(self, student: PreTrainedModel) -> Any:
+        """Return the training rows that the mechanism does not attend to exactly: the others say nothing of it."""
+        rows: Any = self.data.train
+        limit = exact_length(student)
+        if not limit:
+            return rows
+        return rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit])
+
+    def calibrate(self, student: PreTrainedModel) -> Calibration | None:
+        """Fit the start of a mechanism, in place, to the first of the rows that say something of it."""
+        rows = self.long_rows(student)
+        if not len(rows):
+            return None
+        batches = leading_batches((self.data.collator([row]) for row in rows), CALIBRATION_TOKENS)
+        length = 0 if self.budget is None else self.budget.length
+        # A budget's length counts where it is beyond those that a calibration has in mind by itself.
+        longest = length if length > CALIBRATION_LENGTH else None
+        return calibrate(student.to(self.process.device), batches, max_length=longest)
 
     def train(self, section: str, model: nn.Module, label: str = "", **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Run a stage of gradient steps, from its last checkpoint (in `checkpoints/LABEL`) if the run resumes.
@@ -564,12 +700,6 @@ def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]
         "best_step": state.best_global_step,
         "evaluations": [[step, metrics] for step, metrics in evaluations.items()],
     }
-
-
-def best_metrics(progress: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of the step whose weights a stage has kept; empty without evaluations."""
-    best = progress["best_step"] if progress["best_step"] is not None else progress["step"]
-    return next((metrics for step, metrics in progress["evaluations"] if step == best), {})
 
 
 def installed_trackers(names: tuple[str, ...]) -> tuple[str, ...]:

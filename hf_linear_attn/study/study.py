@@ -12,18 +12,16 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ..measure.values import Values
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_write, check_output, open_output, remove_partial_files
 from ..utils.json_lines import JsonLinesFile
@@ -37,20 +35,8 @@ RECORDS_FILE, LEARNED_FOLDER = "records.jsonl", "learned"
 #: A folder with one of these holds a study.
 RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
-#: Columns of the table with the conditions of a value.
-CONDITION_COLUMNS = (
-    *("id", "time", "run", "label", "model", "attention", "state", "seed"),
-    *("measurement", "task", "length", "batch_size", "dtype", "device", "threads"),
-)
-
-#: Columns of the table that exist even where no value has them.
-COLUMNS = (
-    *(*CONDITION_COLUMNS, "metric", "value", "unit"),
-    *("stderr", "p20", "p80", "speedup", "speedup_p20", "speedup_p80", "rounds", "layer", "head", "step", "position"),
-)
-
-Measured = Values | Mapping[str, Any]
-"""What a measurement returns: rows of the table, or a mapping metric -> value."""
+Measured = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""What a measurement returns: a mapping metric -> value, or rows with `metric`, `value` and perhaps other columns."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +82,10 @@ class Record:
     label: str = ""  # the row of the summary that it belongs to
     seconds: float | None = None  # how long the measurement took
 
-    def value(self, metric: str) -> float | None:
-        """Return the first value of a metric, or None if it was not measured or is not defined."""
-        return next((row["value"] for row in self.values if row["metric"] == metric), None)
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The values by their metric."""
+        return {row["metric"]: row["value"] for row in self.values}
 
 
 @dataclass(frozen=True)
@@ -204,21 +191,6 @@ class Records:
                 self._records.setdefault(item.id, []).append(item)
         for records in self._records.values():
             records.sort(key=lambda record: record.time)  # files may have been concatenated by hand
-
-    def to_frame(self, labels: Mapping[str, str] | None = None) -> pd.DataFrame:
-        """Return a tidy table: one row per value of the newest record of each conditions, with these conditions.
-
-        With `labels` (id -> label, such as `used`), it has these records only, with these labels.
-        """
-        rows: list[dict[str, Any]] = []
-        for record in (records[-1] for records in self._records.values()):
-            if labels is None or record.id in labels:
-                known = {**record.conditions, "device": None, **record.conditions["device"], **vars(record)}
-                known["label"] = record.label if labels is None else labels[record.id]
-                common = {name: known.get(name) for name in CONDITION_COLUMNS}
-                rows += [{**common, **value} for value in record.values]
-        frame = pd.DataFrame(rows)
-        return frame.reindex(columns=[*COLUMNS, *frame.columns.difference(COLUMNS, sort=False)])
 
 
 def _line(item: Run | Record) -> dict[str, Any]:

@@ -10,9 +10,6 @@ from ..config import DEFAULT_ATTENTION
 from ..data.config import BUDGETS, DataConfig, TimingConfig
 from ..utils.options import OptionError, check_exclusive, check_options, default_of, option
 
-#: The held-out texts that are measured with a budget and no other option: more would take longer than the training.
-BUDGET_EVAL_ROWS = 64
-
 #: Tokens of the inputs that are timed after a training.
 TIMED_LENGTHS = (512, 2048)
 
@@ -302,10 +299,6 @@ class ConvertConfig(TrainingRunConfig):
 
     def completed(self) -> Self:
         """Return these options with the task type, timed lengths and training (a budget's) that they leave open."""
-        training, data = USUAL_TRAINING, self.data
-        if self.budget is not None:
-            training = BUDGET_TRAINING[self.resolved_task_type]
-            if data.max_eval_samples is None and self.resolved_task_type != "classification":
-                data = replace(data, max_eval_samples=BUDGET_EVAL_ROWS)
+        training = USUAL_TRAINING if self.budget is None else BUDGET_TRAINING[self.resolved_task_type]
         transfer, distill = _filled_in(self.transfer, training[0]), _filled_in(self.distill, training[1])
-        return replace(super().completed(), data=data, transfer=transfer, distill=distill)
+        return replace(super().completed(), transfer=transfer, distill=distill)

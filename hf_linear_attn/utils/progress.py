@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .formatting import printable
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     import pandas
 
 T = TypeVar("T")
-
-OnBatch = Callable[[int, int], None]
-"""Called with the rows done and all rows."""
 
 #: Seconds between two lines of progress where there is no bar.
 LINE_SECONDS = 60.0
@@ -132,15 +128,3 @@ class LineProgress(Progress):
 def print_line(console: Any, text: str) -> None:
     """Print a line as it is, as far as the console's encoding has its characters."""
     console.print(printable(text, console.encoding), highlight=False, markup=False, soft_wrap=True)
-
-
-def report_nothing(done: int, total: int) -> None:
-    """Do nothing: where nobody watches."""
-
-
-def report_batches(batches: Sequence[T], on_batch: OnBatch) -> Iterator[T]:
-    """Yield the batches, and report before each one how many rows are done."""
-    sizes = [len(batch["input_ids"] if isinstance(batch, Mapping) else batch) for batch in batches]  # type: ignore[arg-type]
-    for done, batch in zip(accumulate(sizes, initial=0), batches, strict=False):
-        on_batch(done, sum(sizes))
-        yield batch

@@ -5,25 +5,28 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pandas as pd
 import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_linear_attn as hla
+from hf_linear_attn.checkpoints import load_checkpoint
+from hf_linear_attn.data.config import PYTHON_DOCUMENTATION, DataConfig
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
-from hf_linear_attn.measure.quality import measure_perplexity
+from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
-from hf_linear_attn.study.options import PYTHON_DOCUMENTATION
-from hf_linear_attn.study.prepare import is_decoder, load_exact
-from hf_linear_attn.training.models import load_tokenizer
+from hf_linear_attn.study.models import load_tokenizer
+from hf_linear_attn.study.subject import task_type_of
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.options import make_config, to_dict
@@ -136,12 +139,12 @@ def glue(
 def _converted(exact: Callable[[], Path], options: Options, output: Path) -> Rows:
     """Convert the fine-tuned model, and keep the numbers only."""
     model, began = str(exact()), time.perf_counter()
-    results = hla.convert(**options | {"model": model, "output": str(output), "resume": output.exists()})
+    result = hla.convert(**options | {"model": model, "output": str(output), "resume": output.exists()})
     shutil.rmtree(output)
-    stages = {stage: results["stages"][stage] for stage in STAGES if stage in results["stages"]}
+    stages = {name: values for name, values in asdict(result.scores).items() if values is not None}
     seconds = round(time.perf_counter() - began, 1)
-    facts = {name: results[name] for name in ("learned_parameters", "data")}
-    return [{"metric": results["goal"]["metric"], **stages, "seconds": seconds, **facts}]
+    facts = {"learned_parameters": result.model.learned_parameters, "data": result.data}
+    return [{"metric": result.score.metric, **stages, "seconds": seconds, **facts}]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ def fidelity(
         seed: Of data, training and random features.
     """
     source, name = resolve_model(model)
-    decoder = is_decoder(AutoConfig.from_pretrained(source))
+    decoder = task_type_of(AutoConfig.from_pretrained(source), None, DataConfig()) == "causal-lm"
     options = {"data": dataset or PYTHON_DOCUMENTATION, "steps": steps, "seeds": (seed,), "name": name}
     for mechanism in workloads.mechanism_names(attention, decoder):
         facts = {"model": Path(name).name, "attention": mechanism}
@@ -179,13 +182,13 @@ def fidelity(
 
 def _fidelity(source: str, options: Options, decoder: bool) -> Rows:
     table = hla.evaluate(source, timing=False, **options).table
-    table = table[table["layer"].isna() & table["state"].isin(["untrained", "transferred"])]
+    table = table[table["state"].isin(["untrained", "transferred"])]
     task = {"perplexity": "perplexity"} if decoder else {"cosine": "sentence_cosine"}
     names = {"kl": "kl", "output_error": "output_error", "final_cosine": "final_cosine", **task}
     rows: Rows = []
     for state, group in table.groupby("state", sort=False):
-        values = group.drop_duplicates("metric").set_index("metric")["value"]
-        row = {new: float(values[old]) if values.get(old) is not None else None for old, new in names.items()}
+        values = group[[*names]].mean()
+        row = {new: None if pd.isna(values[name]) else float(values[name]) for name, new in names.items()}
         rows.append({"state": "trained" if state == "transferred" else state, **row})
     return rows
 
@@ -230,7 +233,7 @@ def linear_part(
     unknown = [name for name in outside if name not in OUTSIDE]
     if unknown:
         raise ValueError(f"outside: {unknown[0]!r} is none of {', '.join(OUTSIDE)}.")
-    exact = load_exact(model, "decoder", torch.device("cpu")).float().eval()
+    exact = load_checkpoint(model, AutoModelForCausalLM, dtype=torch.float32)[0].eval()
     tokenizer = load_tokenizer(TrainingRunConfig(model=model))
     facts, names = {"model": Path(model).name}, [Path(path).name for path in texts]
     settings = {"length": length, "rows": rows, "calibrated on": Path(dataset).name, "texts": names}
@@ -248,12 +251,12 @@ def linear_part(
             if calibrated:
                 ids = torch.tensor(rows_of(dataset, CALIBRATION_ROWS))
                 hla.calibrate(patched, [{"input_ids": row[None]} for row in ids])
-        contexts: dict[str, Any] = {"context": length, "stride": length // 2, "batch_size": 1}
-        measured = {Path(path).name: measure_perplexity(patched, rows_of(path, rows), **contexts) for path in texts}
-        return [
-            {"text": name, "loss": fmean(result.by_position[len(result.by_position) // 2 :]), "loss_all": result.loss}
-            for name, result in measured.items()
-        ]
+        measured = []
+        for path in texts:
+            values = TokenLoss(strided_windows(rows_of(path, rows), length, length // 2), positions=8)(patched)
+            by_position = [value for name, value in values.items() if name.startswith("loss_at_")]
+            measured.append({"text": Path(path).name, "loss": fmean(by_position[4:]), "loss_all": values["loss"]})
+        return measured
 
     for window, name in [(None, "exact"), *product(windows, outside)]:
         yield Cell({**facts, "window": window, "outside": name}, partial(losses, window, name), settings)

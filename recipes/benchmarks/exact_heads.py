@@ -12,17 +12,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
+from hf_linear_attn.checkpoints import load_checkpoint
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker
 from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
-from hf_linear_attn.measure.quality import measure_perplexity
+from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
-from hf_linear_attn.study.prepare import load_exact
+from hf_linear_attn.study.models import load_tokenizer
 from hf_linear_attn.training.head_search import ExactHeads, GatedHeads, heads_table
-from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy
 
@@ -165,7 +166,7 @@ def exact_heads(
         prompts: Prompts of the ablation; twice as many of the answer gain.
         steps: Steps of the training of gates.
     """
-    exact = load_exact(resolve_model(model)[0], "decoder", torch.device("cpu")).float().eval()
+    exact = load_checkpoint(resolve_model(model)[0], AutoModelForCausalLM, dtype=torch.float32)[0].eval()
     exact.requires_grad_(False)
     tokenizer = load_tokenizer(TrainingRunConfig(model=model))
     maker = PromptMaker(tokenizer, exact.config.vocab_size)
@@ -220,7 +221,7 @@ def exact_heads(
         recall = hla.measure_recall(student, tokenizer, **options, batch_size=1, seed=seed)
         row: dict[str, Any] = {"scores": recall.table["score"].tolist()}
         if seed == seeds[0]:
-            row["loss"] = measure_perplexity(student, test, context=length, stride=length - 1, batch_size=1).loss
+            row["loss"] = TokenLoss(strided_windows(test, length, length - 1))(student)["loss"]
         return [row]
 
     each = 1 / exact.config.num_key_value_heads

@@ -104,14 +104,12 @@ def _measure(all_models: Mapping[str, Any], done: str, length: int, batch: int, 
     else:
         values = measure_passes(all_models, TOKENS, length, measurement=done, **options)
     rows: Rows = []
-    for name, metrics in values.items():
-        by_name = {metric["metric"]: metric for metric in metrics}
-        timed = by_name["seconds"]
+    for name, timed in values.items():
         row: dict[str, Any] = {"attention": name}
-        for column, prefix, median in (("seconds", "", "value"), ("speedup", "speedup_", "speedup")):
+        for column, prefix, median in (("seconds", "", "seconds"), ("speedup", "speedup_", "speedup")):
             spread = {share: timed[f"{prefix}{share}"] for share in ("p20", "p80")}
             row[column] = {"median": timed[median], **spread, "rounds": timed["rounds"]}
-        rows.append(row | ({"bytes": by_name["cache_bytes"]["value"]} if done == DECODING else {}))
+        rows.append(row | ({"bytes": timed["cache_bytes"]} if done == DECODING else {}))
     return rows
 
 

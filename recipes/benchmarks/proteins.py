@@ -5,7 +5,6 @@ random weights. The csv file has the columns `sequence`, `membrane` (0 or 1) and
 one); the last two partitions are held out.
 """
 
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from transformers import (
 import hf_linear_attn as hla
 from hf_linear_attn.data.text import padded_batches
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
+from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.utils.files import write_json
 from hf_linear_attn.utils.memory import peak_memory
 from hf_linear_attn.utils.models import shared_copy
@@ -145,8 +145,9 @@ def _trained_and_scored(options: Options, name: str, folder: Path, length: int, 
     then["data"] = {**data, "dataset": str(folder / "long"), "max_length": length}
     path = finetuned(options, "distill", output=out, **then)
     model = hla.load_pretrained(str(path)) if layers else AutoModelForSequenceClassification.from_pretrained(path)
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    tokens, facts = results["stages"]["train"]["tokens"], results["data"]
+    result = ConversionResult.load(out / "results.json")
+    assert result.training.train is not None  # this is a fine-tuning
+    tokens, facts = result.training.train["tokens"], result.data
     training = {"tokens": tokens, "truncated": facts["train_truncated"], "training_rows": facts["train_rows"]}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     strata = score(model.eval(), folder, length, in_pieces, options["bf16"])

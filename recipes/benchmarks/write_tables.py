@@ -23,8 +23,6 @@ from hf_linear_attn import list_attentions
 from hf_linear_attn.cli.listing import directions
 from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.registry import ATTENTIONS
-from hf_linear_attn.study.card import final_metrics
-from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
 from hf_linear_attn.utils.timing import crossover, is_measurable
 
@@ -292,8 +290,8 @@ def transfer_loss_table() -> str:
     titles = {"teacher": "exact", "patched": "untrained", "transferred": "after attention transfer"}
     lines = []
     for path in sorted((RESULTS / "transfer-loss").glob("*.json")):
-        stages = read_json(path)["stages"]
-        cells = {title: f"{stages[stage]['perplexity']:.2f}" for stage, title in titles.items()}
+        scores = read_json(path)["scores"]
+        cells = {title: f"{scores[name]['perplexity']:.2f}" for name, title in titles.items()}
         lines.append({"loss": f"`--transfer.loss {path.stem}`", **cells})
     return to_markdown(pd.DataFrame(lines))
 
@@ -355,23 +353,22 @@ def budgets_table() -> str:
     lines = []
     for path in sorted((RESULTS / "budgets").glob("*.json")):
         data = read_json(path)
-        state, plan, metric = data["stages"], data["stages"]["exact_heads"], data["goal"]["metric"]
-        parts = state.get("linear parts", {"layers": ()})["layers"]
-        heads, recall = plan["heads"], [state[f"recall, {name}"] for name in ("teacher", "this model")]
-        timed = zip(state["speed"]["lengths"], state["speed"]["rows"]["student"], strict=True)
+        scores, choice, metric = data["scores"], data["choice"], data["score"]["metric"]
+        parts, heads, recall = data["linear_parts"] or (), choice["heads"], data["recall"]
+        timed = zip(data["speed"]["lengths"], data["speed"]["student"], strict=True)
         lines.append(
             {
                 "model": path.stem,
                 "budget": data["config"]["budget"],
                 "exact heads": f"{sum(head['chosen'] for head in heads)} of {len(heads)}",
-                "windows": f"{plan['plan']['default']['window_size']:,}",
+                "windows": f"{choice['plan']['default']['window_size']:,}",
                 "linear parts kept": f"{sum(part['kept'] for part in parts)} of {len(parts)}" if parts else EMPTY,
                 "metric": metric,
-                "exact": f"{state['teacher'][metric]:.3f}",
-                "patched": f"{state['patched'][metric]:.3f}",
-                "as saved": f"{final_metrics(state)[metric]:.3f}",
-                "recall: exact": _interval(recall[0]),
-                "recall: as saved": _interval(recall[1]),
+                "exact": f"{scores['teacher'][metric]:.3f}",
+                "patched": f"{scores['patched'][metric]:.3f}",
+                "as saved": f"{scores['converted'][metric]:.3f}",
+                "recall: exact": _interval(recall["teacher"]),
+                "recall: as saved": _interval(recall["student"]),
                 "speedup": ", ".join(
                     f"{row['speedup']:.2f} at {length:,}"
                     for length, row in timed
@@ -537,25 +534,6 @@ def evaluation_summary(folder: str = "recipes/results/evaluate-minilm") -> str:
     return "\n\n".join([head, table, *links])
 
 
-def plan_table(folder: str = "recipes/results/plan-smollm2") -> str:
-    """Table, first finding and plot of a committed plan."""
-    data = read_json(ROOT / folder / "plan-report.json")
-    settings, model = data["settings"], data["model"]
-    result = PlanResult.from_dict({**data["result"], "budget": settings["budget"]})
-    options = [f"--options.{option} {value}" for option, value in settings["options"].items()]
-    steps = f"--steps {settings['steps']} --data.max_length {settings['sequence_length']}"
-    command = f"--search {settings['search']} --attention {result.attention} {' '.join(options)} {steps}"
-    return "\n\n".join(
-        [
-            f"{model['name']} ({model['parameters']:,} parameters), `{command}`, {machine_of(data)}; a star marks the "
-            "plan:",
-            to_markdown(result.formatted_table().reset_index(), text_columns=None),
-            data["summary"][0],
-            f"![Perplexity and costs by the number of {result.part} converted]({folder}/curve.png)",
-        ]
-    )
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The pages
 
@@ -579,7 +557,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "mechanisms": mechanisms_table,
     "memory": memory_tables,
     "onnx": onnx_table,
-    "plan-heads": plan_table,
     "protein-kernels": partial(protein_kernels_table, (4096,)),
     "protein-kernels-lengths": protein_kernels_table,
     "rivals": partial(rivals_table, "rivals", RIVALS),

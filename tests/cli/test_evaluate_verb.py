@@ -16,11 +16,11 @@ from tests.tiny_text import sample_text
 
 def test_arguments() -> None:
     arguments = ["gpt2", "--data.dataset", "a.txt", "--speed.lengths", "64", "128", "--seeds", "1", "2"]
-    arguments += ["--data.task", "rte=a", "mrpc=b", "--speed.dtype", "bfloat16", "--converted", "c", "--speed.backward"]
+    arguments += ["--speed.dtype", "bfloat16", "--converted", "c", "--speed.backward"]
     config = parse_verb("evaluate", arguments)
-    assert (config.model, config.data.dataset, config.data.other_tasks) == ("gpt2", "a.txt", {"rte": "a", "mrpc": "b"})
+    assert (config.model, config.data.dataset, config.seeds) == ("gpt2", "a.txt", (1, 2))
     assert (config.speed.lengths, config.speed.dtype, config.speed.backward) == ((64, 128), "bfloat16", True)
-    assert (config.seeds, config.converted, config.attention) == ((1, 2), ("c",), None)
+    assert (config.converted, config.attention) == (("c",), None)
 
 
 @pytest.mark.slow
@@ -28,8 +28,8 @@ def test_a_complete_run_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     save_checkpoint(tmp_path / "gpt2", "gpt2")
     (tmp_path / "text.txt").write_text(sample_text(), encoding="utf-8")
     arguments = ["evaluate", str(tmp_path / "gpt2"), "--data.dataset", str(tmp_path / "text.txt"), "--attention", "elu"]
-    arguments += ["--quick", "--speed.lengths", "16", "--length", "16", "--speed.seconds", "1e-9", "--steps", "0"]
-    arguments += ["--speed.batch_size", "1", "--sequence_length", "32", "--output", str(tmp_path / "out")]
+    arguments += ["--quick", "--speed.lengths", "16", "--speed.seconds", "1e-9", "--steps", "0"]
+    arguments += ["--speed.batch_size", "1", "--data.max_length", "32", "--output", str(tmp_path / "out")]
     assert main(arguments) == 0
     assert "Report:" in capsys.readouterr().out
     assert Evaluation.load(tmp_path / "out").mechanisms == ["elu"]

@@ -113,10 +113,6 @@ def test_several_sequences_are_rows_of_the_same_tokens(kind: str) -> None:
     torch.testing.assert_close(out[1:2], single, rtol=1e-4, atol=1e-4)
 
 
-def value(values: list[dict[str, Any]], metric: str) -> Any:
-    return next(row for row in values if row["metric"] == metric)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_passes_with_several_sequences_and_a_prefill(kind: str) -> None:
@@ -136,14 +132,13 @@ def test_passes_with_several_sequences_and_a_prefill(kind: str) -> None:
         assert len(set(map(id, caches[name]))) == len(caches[name])  # a new one in each call
         assert caches[name][0].get_seq_length() == 2 * MAX_LENGTH
     assert cache_bytes(caches["elu"][0]) < cache_bytes(caches["exact"][0])
-    assert [row["metric"] for row in rows["elu"]] == ["seconds", "tokens_per_second", "peak_memory"]
+    assert {"seconds", "tokens_per_second", "peak_memory"} <= rows["elu"].keys()
     for batch_size, length in ((1, 2 * MAX_LENGTH), (3, 16)):
         if batch_size > 1:
             rows = measure_passes(models, TOKENS, length, batch_size=batch_size, **options)
         for values in rows.values():
-            seconds = value(values, "seconds")
-            assert seconds["p20"] <= seconds["value"] <= seconds["p80"]
-            assert value(values, "tokens_per_second")["value"] == pytest.approx(batch_size * length / seconds["value"])
+            assert values["p20"] <= values["seconds"] <= values["p80"]
+            assert values["tokens_per_second"] == pytest.approx(batch_size * length / values["seconds"])
 
 
 def test_only_mechanisms_with_a_largest_length_get_one() -> None:
@@ -194,7 +189,7 @@ def test_decoding() -> None:
 
     def sizes(context: int, batch_size: int = 1) -> dict[str, int]:
         rows = measure_decoding(models, TOKENS, context, batch_size=batch_size, **options)
-        return {name: value(values, "cache_bytes")["value"] for name, values in rows.items()}
+        return {name: values["cache_bytes"] for name, values in rows.items()}
 
     short, long = sizes(10), sizes(2 * MAX_LENGTH)
     assert short["elu"] == long["elu"]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import read_tokenizer
 from hf_linear_attn.data.recall_prompts import PromptMaker
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
-from hf_linear_attn.study.prepare import load_exact
 from recipes.benchmarks.exact_heads import ablation, answer_gain, gated_heads, joint_gates, next_logits, probes
 from tests.recipes.benchmark_runs import rows_of
 from tests.tiny_models import save_checkpoint
@@ -24,7 +24,7 @@ LENGTH, WINDOW = 200, 16
 @pytest.fixture
 def decoder(tmp_path: Path) -> tuple[Any, PromptMaker]:
     save_checkpoint(tmp_path / "decoder", "llama", max_position_embeddings=512)
-    model = load_exact(str(tmp_path / "decoder"), "decoder", torch.device("cpu")).eval()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder").eval()
     for parameter in model.parameters():
         parameter.data *= 2
     tokenizer = read_tokenizer(str(tmp_path / "decoder"), None, remedy="")

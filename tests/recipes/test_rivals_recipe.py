@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +167,13 @@ def test_a_conversion_joins_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     task = {"task_type": "causal-lm", "data__text_columns": ["text"], "attention": "elu"}
     steps = {"teacher__max_steps": None, "distill__max_steps": 1}
     config = convert_config(tmp_path / "model", tmp_path / "text" / "text.txt", folder, **task, **steps)
-    stages = convert(config, console=quiet())["stages"]
+    training = asdict(convert(config, console=quiet()).training)
     assert main([*arguments, "--variants", "mixture", "--converted", str(folder)]) == 0, capsys.readouterr().err
     rows = {row["variant"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["rows"]}
     assert tuple(rows) == ("exact", "mixture", "converted")
     converted = rows["converted"]
     assert converted["bytes"] == rivals.read_context(hla.load_pretrained(str(folder / "model")), range(3, 51)).bytes
-    assert converted["preparation"] == sum(stage.get("seconds", 0) for stage in stages.values()) > 0
+    assert converted["preparation"] == sum(part.get("seconds") or 0 for part in training.values() if part) > 0
     assert converted["loss"] != rows["exact"]["loss"]
 
 

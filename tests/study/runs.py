@@ -20,11 +20,10 @@ from tests.tiny_text import TOKENS, sample_text, tiny_tokenizer
 SMALL: dict[str, Any] = {
     "quick": True,
     "lengths": (16,),
-    "length": 16,
     "seconds": 1e-9,
     "steps": 1,
     "batch_size": 1,
-    "sequence_length": 32,
+    "max_length": 32,
 }
 
 

@@ -8,7 +8,9 @@ import pytest
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget, choose_by_cache, choose_by_measuring, quarter_window
+from hf_linear_attn.measure.metric import Score
+from hf_linear_attn.study.budgets import DAMAGE_UNITS, Budget
+from hf_linear_attn.study.choose import choose_by_cache, choose_by_measuring, quarter_window
 from tests.slow_cases import slow
 from tests.tiny_models import tiny_model
 
@@ -74,10 +76,10 @@ def test_where_no_untrained_choice_keeps_the_quality_the_best_is_trained() -> No
 
 def test_points_of_an_error_are_no_budget() -> None:
     points, perplexity = DAMAGE_UNITS["points"], DAMAGE_UNITS["perplexity"]
-    points.check_metric("0.5 points", "accuracy", greater_is_better=True)
+    points.check_score("0.5 points", Score("task", "accuracy", "accuracy"))
     with pytest.raises(ValueError, match=r"'0\.5 points' needs a metric of which more is better, not 'mse'"):
-        points.check_metric("0.5 points", "mse", greater_is_better=False)
-    perplexity.check_metric("1% perplexity", "loss", greater_is_better=False)
+        points.check_score("0.5 points", Score("task", "mse", "mse", greater_is_better=False))
+    perplexity.check_score("1% perplexity", Score("", "perplexity", "perplexity", greater_is_better=False))
 
 
 @pytest.mark.parametrize(("correct", "rows"), [(201, 400), (300, 600), (501, 1000)])
@@ -86,8 +88,8 @@ def test_a_loss_of_just_the_limit_is_within_the_budget(correct: int, rows: int) 
     points = Budget.parse("0.5 points")
     exact, unit = {"score": correct / rows}, points.unit
     assert unit is not None
-    assert points.is_met(unit.damage(exact, {"score": (correct - rows // 200) / rows}))
-    assert not points.is_met(unit.damage(exact, {"score": (correct - rows // 200 - 1) / rows}))
+    assert points.is_met(unit.damage(exact, {"score": (correct - rows // 200) / rows}, "score"))
+    assert not points.is_met(unit.damage(exact, {"score": (correct - rows // 200 - 1) / rows}, "score"))
     recall = Budget.parse("90% recall at 2048")
     assert recall.unit is not None
     assert recall.is_met(recall.unit.damage({"recall": 40 / 48}, {"recall": 36 / 48}))

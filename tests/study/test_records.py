@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_linear_attn.study.study import COLUMNS, RECORDS_VERSION, Conditions, Records, Study
+from hf_linear_attn.study.study import RECORDS_VERSION, Conditions, Records, Study
 
 
 def conditions(length: int = 64, attention: str = "elu", **changes: Any) -> Conditions:
@@ -61,7 +61,7 @@ def test_each_record_is_on_disk_at_once_and_not_measured_twice(tmp_path: Path) -
         return {"median": 0.5, "diverged": float("nan")}
 
     record = Study(records=records).measure(conditions(), function)
-    assert (record.value("median"), record.value("diverged")) == (0.5, None)
+    assert (record.numbers["median"], record.numbers["diverged"]) == (0.5, None)
     assert len(path.read_text().splitlines()) == 2
     Study(records=records).measure(conditions(), function)
     again = started(path)
@@ -76,16 +76,8 @@ def test_of_two_records_the_newer_counts(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     for median in (1.0, 2.0):
         started(path).add(conditions(), {"median": median})
-    assert [record.value("median") for record in Records(path)] == [1.0, 2.0]
-    assert Records(path).to_frame()["value"].tolist() == [2.0]
-    assert Records(path).latest(conditions()).value("median") == 2.0
-
-
-def test_a_row_may_say_which_variant_it_is_of() -> None:
-    """What was timed side by side is one record."""
-    records = started(None)
-    records.add(conditions(attention=""), [{"metric": "seconds", "value": 1, "label": name} for name in ("a", "b")])
-    assert records.to_frame()["label"].tolist() == ["a", "b"]
+    assert [record.numbers["median"] for record in Records(path)] == [1.0, 2.0]
+    assert Records(path).latest(conditions()).numbers["median"] == 2.0
 
 
 def test_an_incomplete_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
@@ -97,9 +89,9 @@ def test_an_incomplete_last_line_is_ignored_and_overwritten(tmp_path: Path) -> N
     for cut in (1, 40, len(complete.splitlines(keepends=True)[-1]) - 1):
         path.write_bytes(complete[:-cut])
         records = started(path)
-        assert [record.value("a") for record in records] == [1]
+        assert [record.numbers["a"] for record in records] == [1]
         records.add(conditions(3), {"a": 3})
-        assert [record.value("a") for record in Records(path)] == [1, 3]
+        assert [record.numbers["a"] for record in Records(path)] == [1, 3]
 
 
 def test_two_writers_of_one_file(tmp_path: Path) -> None:
@@ -153,23 +145,6 @@ def test_in_memory_and_without_a_run() -> None:
     records = started(None)
     records.add(conditions(), {"a": 1})
     assert records.latest(conditions()) is not None
-
-
-def test_the_table_has_one_row_per_value() -> None:
-    records = started(None)
-    values = [
-        {"metric": "seconds", "value": 0.25, "p20": 0.2, "p80": 0.3},
-        {"metric": "kl", "value": 1.5, "layer": 0, "head": 3},
-    ]
-    records.add(conditions(seed=1), values, label="elu")
-    frame = records.to_frame()
-    assert list(frame.columns) == list(COLUMNS)
-    assert frame["metric"].tolist() == ["seconds", "kl"]
-    assert frame["value"].tolist() == [0.25, 1.5]
-    expected = {"label": "elu", "model": "tiny", "attention": "elu", "measurement": "forward", "length": 64, "seed": 1}
-    assert {name: frame[name][1] for name in expected} == expected
-    assert (frame["device"][0], frame["threads"][0], frame["layer"][1]) == ("cpu", 1, 0)
-    assert list(Records().to_frame().columns) == list(COLUMNS)
 
 
 def test_format_is_pinned(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ def test_measured_and_trained_once(tmp_path: Path, in_folder: bool) -> None:
             record = study.measure(LOSS, lambda: calls.append(1) or {"loss": 0.5}, label="elu")
             learned = study.learned(TRAINING, train)
             assert torch.equal(learned["weight"], torch.ones(3, 2))
-            assert record.value("loss") == 0.5
-        assert study.records.latest(TRAINING).value("steps") == 3
+            assert record.numbers["loss"] == 0.5
+        assert study.records.latest(TRAINING).numbers["steps"] == 3
         other = study.learned(Conditions(measurement="training", seed=2), train)
         assert torch.equal(other["weight"], torch.full((3, 2), 2.0))
         assert sorted(study.records.used.values()) == ["", "", "elu"]

@@ -6,12 +6,12 @@ import gc
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from hf_linear_attn.study.convert import convert
+from hf_linear_attn.study.result import ConversionResult
 from tests.training.tiny_runs import convert_config, save_encoder, save_inputs, save_task
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ConversionResult, str]:
     """One conversion that learns its task, its results, and what it said."""
     out = tmp_path_factory.mktemp("converted") / "out"
     screen = io.StringIO()

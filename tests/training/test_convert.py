@@ -8,7 +8,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,22 +16,24 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
-from hf_linear_attn.study import convert as stages
+from hf_linear_attn.study import choose
 from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.study.result import ConversionResult
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet
 
 
 @pytest.mark.slow
-def test_the_teacher_learns_and_the_student_keeps_it(converted: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_teacher_learns_and_the_student_keeps_it(converted: tuple[Path, ConversionResult, str]) -> None:
     _, results, _ = converted
-    stages = results["stages"]
-    assert stages["teacher"]["accuracy"] >= 0.9
-    assert stages["distilled"]["accuracy"] >= stages["teacher"]["accuracy"] - 0.12
-    assert {"patched", "transferred", "transfer", "distill", "speed"} <= set(stages)
+    stages = results
+    assert stages.scores.teacher["accuracy"] >= 0.9
+    assert stages.scores.distilled["accuracy"] >= stages.scores.teacher["accuracy"] - 0.12
+    assert None not in (stages.scores.patched, stages.scores.transferred, stages.speed)
+    assert None not in (stages.training.transfer, stages.training.distill)
 
 
 def test_the_result_is_a_checkpoint_that_gives_the_reported_metric(
-    converted: tuple[Path, dict[str, Any], str], folder: Path
+    converted: tuple[Path, ConversionResult, str], folder: Path
 ) -> None:
     import csv
 
@@ -47,19 +48,19 @@ def test_the_result_is_a_checkpoint_that_gives_the_reported_metric(
         logits = [model(**tokenizer(row["sentence"], return_tensors="pt")).logits[0] for row in rows]
     answers = [model.config.id2label[int(row.argmax())] for row in logits]
     right = sum(answer == row["label"] for answer, row in zip(answers, rows, strict=True)) / len(rows)
-    assert right == pytest.approx(results["stages"]["distilled"]["accuracy"])
+    assert right == pytest.approx(results.scores.distilled["accuracy"])
     labels = [row["label"] for row in rows]
-    assert results["most_frequent_answer"] == pytest.approx(max(map(labels.count, labels)) / len(labels))
+    assert results.score.constant_answer == pytest.approx(max(map(labels.count, labels)) / len(labels))
 
 
-def test_the_card_holds_the_numbers(converted: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_card_holds_the_numbers(converted: tuple[Path, ConversionResult, str]) -> None:
     out, results, screen = converted
     card = (out / "model" / "README.md").read_text(encoding="utf-8")
     header = yaml.safe_load(card.split("---")[1])
     assert header["library_name"] == "transformers"
     assert "linear-attention" in header["tags"]
     for stage in ("teacher", "patched", "transferred", "distilled"):
-        accuracy = results["stages"][stage]["accuracy"]
+        accuracy = getattr(results.scores, stage)["accuracy"]
         share = (accuracy * 27 + 2) / 31  # 27 validation rows
         stderr = (share * (1 - share) / 31) ** 0.5
         assert f"{accuracy:.2f} ± {stderr:.2f}" in card
@@ -69,15 +70,13 @@ def test_the_card_holds_the_numbers(converted: tuple[Path, dict[str, Any], str])
     assert settings["distill"] == {**settings["distill"], "max_steps": 40, "learning_rate": 0.003}
     assert (settings["data"]["dataset"], "output" in settings) == ("task", False)
     (result,) = header["model-index"][0]["results"]
-    assert result["metrics"] == [{"type": "accuracy", "value": results["stages"]["distilled"]["accuracy"]}]
+    assert result["metrics"] == [{"type": "accuracy", "value": results.scores.distilled["accuracy"]}]
     assert header["pipeline_tag"] == "text-classification"
     assert f"Result: {out / 'model'}" in screen
-    assert json.loads((out / "results.json").read_text(encoding="utf-8"))["stages"] == json.loads(
-        json.dumps(results["stages"])
-    )
+    assert ConversionResult.load(out / "results.json") == results
 
 
-def test_trackers_hold_every_stage(converted: tuple[Path, dict[str, Any], str]) -> None:
+def test_trackers_hold_every_stage(converted: tuple[Path, ConversionResult, str]) -> None:
     out, _, _ = converted
     assert [row["step"] for row in log_rows(out, "distill") if "loss" in row] == [1, 10, 20, 30, 40]
     assert {"loss", "task_loss", "logits_loss", "hidden_loss", "learning_rate"} <= set(log_rows(out, "distill")[0])
@@ -85,7 +84,7 @@ def test_trackers_hold_every_stage(converted: tuple[Path, dict[str, Any], str]) 
     assert list((out / "checkpoints" / "distill").rglob("events.out.tfevents.*"))
 
 
-def test_a_finished_run_leaves_models_and_reports(converted: tuple[Path, dict[str, Any], str]) -> None:
+def test_a_finished_run_leaves_models_and_reports(converted: tuple[Path, ConversionResult, str]) -> None:
     out, _, _ = converted
     reports = {"study", "log.jsonl", "results.json"}
     assert {path.name for path in out.iterdir()} == {*reports, "model", "teacher", "checkpoints"}
@@ -109,8 +108,8 @@ def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: 
     state = model.state_dict()
     for name, tensor in teacher.state_dict().items():
         assert torch.equal(state[name], tensor), name
-    assert "distilled" not in results["stages"]
-    assert results["stages"]["transferred"]
+    assert results.scores.distilled is None
+    assert results.scores.transferred
 
 
 @pytest.mark.slow
@@ -121,8 +120,8 @@ def test_the_control_stands_beside_the_conversion(folder: Path, tmp_path: Path) 
     paths = (folder / "tuned", folder / "task")
     config = convert_config(*paths, tmp_path / "out", control=True, **changes)
     results = convert(config, console=Console(file=screen, width=200))
-    stages = results["stages"]
-    assert stages["control distill"]["step"] == stages["distill"]["step"] == 6
+    stages = results
+    assert stages.training.control["step"] == stages.training.distill["step"] == 6
     assert [row["step"] for row in log_rows(tmp_path / "out", "control distill") if "train_loss" in row] == [6]
     layers = hla.patch_report(hla.load_pretrained(str(tmp_path / "out" / "model"))).layers
     assert sum(len(layer.exact_heads) for layer in layers) == 3  # of 8
@@ -130,7 +129,7 @@ def test_the_control_stands_beside_the_conversion(folder: Path, tmp_path: Path) 
     single = convert(
         convert_config(*paths, tmp_path / "alone", teacher__max_steps=None, attention=None), console=quiet()
     )
-    assert single["stages"]["distilled"] == stages["control"]
+    assert single.scores.distilled == stages.scores.control
     assert not hasattr(
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "alone" / "model").config, "linear_attention"
     )
@@ -147,10 +146,10 @@ def test_data_that_cannot_measure_attention(folder: Path, tmp_path: Path) -> Non
     screen = io.StringIO()
     options = {"task_type": "causal-lm", "data__text_columns": ["text"], "teacher__max_steps": None, "attention": "elu"}
     config = convert_config(folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", **options)
-    stages = convert(config, console=Console(file=screen, width=400))["stages"]
-    assert stages["no attention"]["loss"] == pytest.approx(stages["teacher"]["loss"], rel=0.02)
+    stages = convert(config, console=Console(file=screen, width=400))
+    assert stages.scores.without_attention["loss"] == pytest.approx(stages.scores.teacher["loss"], rel=0.02)
     for text in (screen.getvalue(), (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")):
-        assert "These data cannot measure attention: the teacher's loss" in text
+        assert "These data cannot measure attention: the teacher's perplexity" in text
         assert "better than the teacher" not in text
 
 
@@ -185,13 +184,13 @@ def test_the_snippet_of_the_card_runs(
 
 @pytest.mark.slow
 def test_fine_tuned_models_need_no_teacher_stage(
-    converted: tuple[Path, dict[str, Any], str], folder: Path, tmp_path: Path
+    converted: tuple[Path, ConversionResult, str], folder: Path, tmp_path: Path
 ) -> None:
     out, results, _ = converted
     again = convert(
         convert_config(out / "teacher", folder / "task", tmp_path / "out", teacher__max_steps=None), console=quiet()
     )
-    assert again["stages"]["teacher"] == results["stages"]["teacher"]
+    assert again.scores.teacher == results.scores.teacher
     assert not (tmp_path / "out" / "teacher").exists()
 
 
@@ -202,8 +201,8 @@ def test_other_mechanisms(attention: str, folder: Path, tmp_path: Path) -> None:
     if attention == "window":
         changes["options"] = {"window_size": 4}
     results = convert(convert_config(folder / "tuned", folder / "task", tmp_path / "out", **changes), console=quiet())
-    assert ("transferred" in results["stages"]) is (attention != "elu")
-    assert {layer["attention"] for layer in results["layers"]} == {attention}
+    assert (results.scores.transferred is not None) is (attention != "elu")
+    assert {layer["attention"] for layer in results.model.layers} == {attention}
 
 
 @pytest.mark.slow
@@ -220,8 +219,8 @@ def test_scores_are_regressed(folder: Path, tmp_path: Path) -> None:
         ),
         console=quiet(),
     )
-    assert results["goal"]["metric"] == "spearmanr"
-    assert results["stages"]["teacher"]["spearmanr"] > 0.5
+    assert results.score.metric == "spearmanr"
+    assert results.scores.teacher["spearmanr"] > 0.5
     assert hla.load_pretrained(str(tmp_path / "out" / "model")).config.num_labels == 1
 
 
@@ -240,9 +239,11 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
         ),
         console=quiet(),
     )
-    stages = results["stages"]
-    assert stages["distilled"]["loss"] < stages["teacher"]["loss"]
-    assert stages["distilled"]["perplexity"] == pytest.approx(torch.tensor(stages["distilled"]["loss"]).exp().item())
+    stages = results
+    assert stages.scores.distilled["loss"] < stages.scores.teacher["loss"]
+    assert stages.scores.distilled["perplexity"] == pytest.approx(
+        torch.tensor(stages.scores.distilled["loss"]).exp().item()
+    )
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
 
@@ -266,15 +267,15 @@ def test_some_heads_stay_exact(kind: str, folder: Path, tmp_path: Path, monkeypa
     layers = hla.patch_report(hla.load_pretrained(str(tmp_path / "out" / "model"))).layers
     heads = {layer.index: layer.exact_heads for layer in layers if layer.exact_heads}
     assert sum(len(numbers) for numbers in heads.values()) == 3  # of 8
-    chosen = results["stages"]["exact_heads"]
-    assert ("score" in chosen["heads"][0]) is (kind == "decoder")
-    assert {(row["layer"], row["head"]) for row in chosen["heads"] if row["chosen"]} == {
+    chosen = results.choice
+    assert ("score" in chosen.heads[0]) is (kind == "decoder")
+    assert {(row["layer"], row["head"]) for row in chosen.heads if row["chosen"]} == {
         (layer, head) for layer, numbers in heads.items() for head in numbers
     }
     # A resumed run takes the recorded heads.
-    monkeypatch.setattr(stages, "find_exact_heads", None)
+    monkeypatch.setattr(choose, "find_exact_heads", None)
     (tmp_path / "out" / "results.json").unlink()
-    assert convert(replace(config, resume=True), console=quiet())["stages"]["exact_heads"] == chosen
+    assert convert(replace(config, resume=True), console=quiet()).choice == chosen
 
 
 @pytest.mark.slow
@@ -294,8 +295,8 @@ def test_masked_language_model(folder: Path, tmp_path: Path) -> None:
         console=quiet(),
     )
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
-    assert f"| after fine-tuning | {results['stages']['trained']['loss']:.2f} ± " in card
-    first, *_, last = (metrics["loss"] for _, metrics in results["stages"]["train"]["evaluations"])
+    assert f"| after fine-tuning | {results.scores.trained['loss']:.2f} ± " in card
+    first, *_, last = (metrics["loss"] for _, metrics in results.training.train["evaluations"])
     assert last < first
     assert hla.load_pretrained(str(tmp_path / "out" / "model")).config.architectures == ["BertForMaskedLM"]
 
@@ -313,6 +314,6 @@ def test_pretraining_from_a_config(folder: Path, tmp_path: Path) -> None:
         ),
         console=quiet(),
     )
-    assert results["stages"]["trained"]["loss"] > 0
+    assert results.scores.trained["loss"] > 0
     config = json.loads((tmp_path / "out" / "model" / "config.json").read_text(encoding="utf-8"))
     assert config["n_layer"] == 1

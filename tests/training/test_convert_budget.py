@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY, Mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from hf_linear_attn.data.recall_prompts import PromptMaker
 from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.study.budgets import Budget
+from hf_linear_attn.study.choose import SHARES
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.calibration import calibrate
 from hf_linear_attn.training.head_search import find_exact_heads
@@ -23,7 +24,7 @@ from hf_linear_attn.training.options import ConvertConfig, DistillConfig
 from tests.slow_cases import long
 from tests.tiny_models import VOCABULARY, save_checkpoint
 from tests.tiny_text import sample_text
-from tests.training.tiny_runs import quiet, save_encoder
+from tests.training.tiny_runs import quiet, save_encoder, stored
 
 
 @pytest.mark.slow
@@ -32,7 +33,7 @@ def test_a_budget_needs_no_other_option(
     budget: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranked = Mock(wraps=find_exact_heads)
-    monkeypatch.setattr("hf_linear_attn.study.convert.find_exact_heads", ranked)
+    monkeypatch.setattr("hf_linear_attn.study.choose.find_exact_heads", ranked)
     config = ConvertConfig(
         model=str(folder / "decoder"),
         output=str(tmp_path / "out"),
@@ -42,11 +43,11 @@ def test_a_budget_needs_no_other_option(
         speed=TimingConfig(()),
     )
     results = convert(config, console=quiet())
-    stages = results["stages"]
-    assert results["config"]["task_type"] == "causal-lm"
-    assert "distilled" in stages
-    assert "transfer" not in stages
-    plan = stages["exact_heads"]["plan"]
+    stages = results
+    assert results.config["task_type"] == "causal-lm"
+    assert stages.scores.distilled is not None
+    assert stages.training.transfer is None
+    plan = stages.choice.plan
     ranked.assert_called_once()  # beside the windows that the other heads get
     assert ranked.call_args.kwargs["window_size"] == plan["default"]["window_size"]
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))
@@ -61,7 +62,7 @@ def test_a_budget_needs_no_other_option(
         state += (layers - len(mechanisms)) * exact // layers
         assert state <= 0.3 * exact
     elif "perplexity" in budget:
-        assert "0% exact heads" in stages  # the first choice that was measured is within so wide a budget
+        assert stored(tmp_path / "out", "0% exact heads")  # the first choice is within so wide a budget
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert f"For {budget}: " in card
     assert ("As saved: " in card) == ("cache" not in budget)
@@ -88,9 +89,9 @@ def test_a_budget_of_quality_serves_encoders(
         console=quiet(),
         **options,
     )
-    stages, metric = results["stages"], results["goal"]["metric"]
-    assert stages["0% exact heads"][metric] == pytest.approx(stages["patched"][metric], abs=0.02)
-    lost = stages["teacher"][metric] - stages["distilled"][metric]
+    stages, metric = results, results.score.metric
+    assert stored(tmp_path / "out", "0% exact heads")[metric] == pytest.approx(stages.scores.patched[metric], abs=0.02)
+    lost = stages.scores.teacher[metric] - stages.scores.distilled[metric]
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert f"For {budget}: untrained, the first choice within {budget}: " in card
     text = f"{lost:.4f} from cosine 1" if "cosine" in budget else f"{0.0 - round(100 * lost, 6):+.2f} points"
@@ -100,7 +101,7 @@ def test_a_budget_of_quality_serves_encoders(
 
 def test_a_choice_is_measured_as_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is calibrated once, on the rows that the student is calibrated on, though short ones come first."""
-    monkeypatch.setattr("hf_linear_attn.study.convert.CALIBRATION_TOKENS", 100)
+    monkeypatch.setattr("hf_linear_attn.study.stages.CALIBRATION_TOKENS", 100)
     monkeypatch.setattr("hf_linear_attn.training.head_search.CALIBRATION_TOKENS", 100)
     short, long = (sample_text(12).split()[start:stop] for start, stop in ((0, 4), (4, 64)))
     for name, rows in (("train", [short] * 20 + [long] * 6), ("validation", [long] * 3)):
@@ -109,7 +110,7 @@ def test_a_choice_is_measured_as_it_is_converted(tmp_path: Path, monkeypatch: py
     save_encoder(tmp_path / "model", head=True, num_labels=1)
     monkeypatch.setattr(Budget, "is_met", lambda self, value: False)
     calibrated = Mock(wraps=calibrate)
-    monkeypatch.setattr("hf_linear_attn.study.convert.calibrate", calibrated)
+    monkeypatch.setattr("hf_linear_attn.study.stages.calibrate", calibrated)
     stages = convert(
         model=str(tmp_path / "model"),
         output=str(tmp_path / "out"),
@@ -120,10 +121,10 @@ def test_a_choice_is_measured_as_it_is_converted(tmp_path: Path, monkeypatch: py
         distill={"num_train_epochs": 0},
         speed={"lengths": []},
         console=quiet(),
-    )["stages"]
-    choices = [values["mse"] for name, values in stages.items() if name.endswith("% exact heads")]
+    )
+    choices = [stored(tmp_path / "out", f"{share:.0%} exact heads")["mse"] for share in SHARES]
     assert len(set(choices)) > 1
-    assert pytest.approx(stages["patched"]["mse"], rel=1e-6) in choices
+    assert pytest.approx(stages.scores.patched["mse"], rel=1e-6) in choices
     assert calibrated.call_count == 2  # for all choices, and for the student
 
 
@@ -159,7 +160,7 @@ def test_a_budget_serves_every_shape_of_heads(shape: str, folder: Path, tmp_path
         speed={"lengths": []},
         console=quiet(),
     )
-    assert results["stages"]["calibration"]["within_factor_2"] > 0.5
+    assert results.training.calibration["within_factor_2"] > 0.5
     model: Any = hla.load_pretrained(str(tmp_path / "out" / "model"), AutoModelForCausalLM)
     own_windows = [index for index, kind in enumerate(config.get("layer_types", ())) if kind == "sliding_attention"]
     assert all(hla.patch_report(model).layers[index].attention == "softmax" for index in own_windows)
@@ -169,7 +170,7 @@ def test_a_budget_serves_every_shape_of_heads(shape: str, folder: Path, tmp_path
         whole = model(ids, use_cache=False).logits
         cache = output_cache(model(ids[:, :140], use_cache=True))
         steps = [model(ids[:, token : token + 1], **cache_argument(model, cache)).logits for token in range(140, 150)]
-    rounded = results["stages"]["exact_heads"]["plan"]["default"].get("cache_dtype") == "int8"
+    rounded = results.choice.plan["default"].get("cache_dtype") == "int8"
     assert rounded == (shape == "one head of 256")
     tolerance = (2e-2 if rounded else 2e-3) * float(whole.abs().max())
     assert torch.allclose(torch.cat(steps, dim=1), whole[:, 140:], atol=tolerance)
@@ -199,9 +200,10 @@ def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Pa
         patch.setattr(PromptMaker, "score", lambda maker, prompt, output: float(prompt.depth < 0.6))
         config = ConvertConfig(output=str(tmp_path / "out"), budget="90% recall at 200", **options, **training)
         results = convert(config, console=quiet())
-    stages = results["stages"]
-    expected = {"prompts": 48, "recall": pytest.approx(2 / 3), "length": 200, "task": ANY, "low": ANY, "high": ANY}
-    assert stages["recall, teacher"] == stages["recall, 0% exact heads"] == stages["recall, this model"] == expected
+    stages = results
+    assert stages.recall.length == 200
+    assert stages.recall.teacher == stages.recall.student == stored(tmp_path / "out", "recall, 0% exact heads")
+    assert (stages.recall.student["rows"], stages.recall.student["recall"]) == (48, pytest.approx(2 / 3))
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert "| this model | 200 | 48 | 0.67 | 0.53 to 0.78 |" in card
 
@@ -215,9 +217,9 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
     for budget in ("150% recall at 2048", "90% recall at 4", "0% cache at 2048"):
         with pytest.raises(ValueError, match=r"is not a share of the .* at 16 tokens or more"):
             convert(**options, budget=budget)
-    with pytest.raises(ValueError, match=r"'0.5 points' is for a classifier .*; this is a causal language model"):
+    with pytest.raises(ValueError, match=r"'0.5 points' is for a classifier; this is a causal language model"):
         convert(**options, budget="0.5 points")
-    with pytest.raises(ValueError, match="task_type is causal-lm by default here"):
+    with pytest.raises(ValueError, match="or the task_type of your model"):
         convert(**options, budget="0.5 points")
     with pytest.raises(ValueError, match="exact_share: is chosen by the budget"):
         convert(**options, budget="1% perplexity", exact_share=0.1)
@@ -238,8 +240,8 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
 def test_a_speedup_that_is_lost_in_noise_meets_no_budget(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noisy = {"student": [{"speedup": 1.5, "speedup_p20": 0.7, "speedup_p80": 2.0}]}
-    monkeypatch.setattr("hf_linear_attn.study.convert.measure_passes", lambda *args, **options: noisy)
+    noisy = {"student": {"speedup": 1.5, "speedup_p20": 0.7, "speedup_p80": 2.0}}
+    monkeypatch.setattr("hf_linear_attn.study.stages.measure_passes", lambda *args, **options: noisy)
     data = DataConfig(dataset=str(folder / "text" / "text.txt"))
     config = ConvertConfig(model=str(folder / "decoder"), data=data, output=str(tmp_path / "out"), budget="1.2x at 100")
     with pytest.raises(ValueError, match=r"budget .1\.2x at 100.: 1\.00x with 50% exact heads"):

@@ -9,6 +9,7 @@ import pytest
 
 from hf_linear_attn.study import convert as stages
 from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.study.study import check_study
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, weights
 
@@ -76,7 +77,7 @@ def test_a_folder_of_a_run_that_was_refused_can_be_used(folder: Path, tmp_path: 
     with pytest.raises(ValueError, match="hedgehogs"):
         convert(convert_config(*paths, attention="hedgehogs"), console=quiet())
     steps = {"teacher__max_steps": 1, "transfer__max_steps": 1, "distill__max_steps": 1}
-    assert convert(convert_config(*paths, **steps), console=quiet())["stages"]["distilled"]
+    assert convert(convert_config(*paths, **steps), console=quiet())["distilled"]
 
 
 @pytest.mark.slow
@@ -96,11 +97,11 @@ def test_further_training_arguments(arguments: dict[str, Any], message: str, fol
     config = finetune_config(
         folder / "encoder", folder / "task", tmp_path / "tuned", train__arguments={"optim": "sgd", "adam_beta1": 0.5}
     )
-    assert finetune(config, console=quiet())["stages"]["trained"]
+    assert finetune(config, console=quiet())["trained"]
 
 
 @pytest.mark.slow
-def test_a_used_folder_is_not_overwritten(converted: tuple[Path, dict[str, Any], str], folder: Path) -> None:
+def test_a_used_folder_is_not_overwritten(converted: tuple[Path, ConversionResult, str], folder: Path) -> None:
     out, _, _ = converted
     before = weights(out)
     with pytest.raises(ValueError, match=r"has an earlier result.*--resume.*--overwrite"):
@@ -122,7 +123,7 @@ def test_an_overwritten_run_leaves_nothing(folder: Path, tmp_path: Path) -> None
     assert not (paths[2] / "notes.txt").exists()
 
 
-def test_another_command_does_not_replace_a_conversion(converted: tuple[Path, dict[str, Any], str]) -> None:
+def test_another_command_does_not_replace_a_conversion(converted: tuple[Path, ConversionResult, str]) -> None:
     out, _, _ = converted
     with pytest.raises(ValueError, match="not a result of this command"):
         check_study(out, overwrite=True)
@@ -140,7 +141,7 @@ def test_a_foreign_folder_is_not_touched(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_patched_model_is_not_a_teacher(
-    converted: tuple[Path, dict[str, Any], str], folder: Path, tmp_path: Path
+    converted: tuple[Path, ConversionResult, str], folder: Path, tmp_path: Path
 ) -> None:
     out, _, _ = converted
     with pytest.raises(ValueError, match="patched already"):

@@ -15,7 +15,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
+from hf_linear_attn.measure.metric import Score
 from hf_linear_attn.study import convert as stages
+from hf_linear_attn.study import stages as run
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.slow_cases import slow_rows
@@ -43,7 +45,7 @@ def test_data_that_train_little_of_the_mechanism(
         options=options,
         train__max_steps=1,
     )
-    counts = finetune(config, console=Console(file=screen, width=400))["beyond_exact"]
+    counts = finetune(config, console=Console(file=screen, width=400)).model.beyond_exact
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
     assert ("narrow what is exact" in screen.getvalue()) is (message is not None)
     if message is not None:
@@ -62,29 +64,30 @@ def test_inputs_that_all_fit_into_the_window_are_not_transferred(folder: Path, t
     paths = (folder / "encoder", folder / "task", tmp_path / "out")
     steps = {"teacher__max_steps": 1, "distill__max_steps": 1, "attention": "window"}
     results = convert(convert_config(*paths, **steps), console=Console(file=screen, width=400))
-    assert results["stages"]["transfer"]["step"] == 0
+    assert results.training.transfer["step"] == 0
     assert "of training: 0 steps of attention transfer and 1 of distillation" in screen.getvalue()
     assert not log_rows(paths[2], "transfer")
-    exact = results["beyond_exact"]["exact_length"]
+    exact = results.model.beyond_exact["exact_length"]
     for text in (screen.getvalue(), (paths[2] / "model" / "README.md").read_text(encoding="utf-8")):
         assert f"Attention transfer was skipped: no training input has more than the {exact} tokens" in text
 
 
 def test_a_transfer_that_harms_is_taken_back(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metrics of the card are those of the saved model, and not those of the transfer."""
-    for names, is_worse in (((), True), (("accuracy",), False)):
-        data: Any = SimpleNamespace(metric="loss", greater_is_better=False, metric_names=names)
-        assert stages._is_worse(data, {"loss": 2.0}, {"loss": 2.1}, "transferred") is is_worse
-    monkeypatch.setattr(stages, "_is_worse", lambda data, before, after, result: True)
+    score = Score("language_model", "loss", "loss", greater_is_better=False)
+    assert stages.is_worse(score, {"loss": 2.0}, {"loss": 2.1})
+    assert not stages.is_worse(score, {"loss": 2.0}, {"loss": 1.9})
+    assert stages.is_worse(score, {"loss": 2.0}, {"loss": None})
+    monkeypatch.setattr(stages, "is_worse", lambda score, before, after: True)
     changes = {"teacher__max_steps": None, "distill__max_steps": None, "distill__num_train_epochs": 0.0}
     text = {"task_type": "causal-lm", "data__text_columns": ["text"]}
     config = convert_config(folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", **text, **changes)
-    metrics = convert(config, console=quiet())["stages"]
-    assert metrics["converted"] == metrics["patched"] != metrics["transferred"]
+    metrics = convert(config, console=quiet())
+    assert metrics.scores.converted == metrics.scores.patched != metrics.scores.transferred
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
     header = yaml.safe_load(card.split("---")[1])
     values = {one["type"]: one["value"] for one in header["model-index"][0]["results"][0]["metrics"]}
-    assert values["loss"] == metrics["converted"]["loss"]
+    assert values["loss"] == metrics.scores.converted["loss"]
     assert "| as saved, without what harmed |" in card
 
 
@@ -100,13 +103,13 @@ def test_a_distillation_is_compared_with_the_model_that_it_began_with(
     harms: bool, closed: bool, stage: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what the transfer has left, or what closed linear parts have."""
-    compared: dict[str, Any] = {}
+    compared: list[Any] = []
 
-    def is_worse(data: Any, before: Any, after: Any, result: str) -> bool:
-        compared[result] = before
-        return harms and result == "transferred"
+    def is_worse(score: Score, before: Any, after: Any) -> bool:
+        compared.append(before)
+        return harms and len(compared) == 1
 
-    monkeypatch.setattr(stages, "_is_worse", is_worse)
+    monkeypatch.setattr(stages, "is_worse", is_worse)
     parts = SimpleNamespace(table=pd.DataFrame([{"layer": 0, "worth": 0.0, "kept": not closed}]), loss={})
     monkeypatch.setattr(stages, "close_harmful_parts", lambda model, batches: parts)
     changes = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1, "speed__lengths": []}
@@ -114,10 +117,10 @@ def test_a_distillation_is_compared_with_the_model_that_it_began_with(
     config = convert_config(
         folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", attention="window", **text, **changes
     )
-    metrics = convert(config, console=quiet())["stages"]
-    assert ("closed" in metrics) is closed
-    assert compared == {"transferred": metrics["patched"], "distilled": metrics[stage]}
-    assert metrics["converted"] == metrics["distilled"]
+    metrics = convert(config, console=quiet())
+    assert (metrics.scores.closed is not None) is closed
+    assert compared == [metrics.scores.patched, getattr(metrics.scores, stage)]
+    assert metrics.scores.converted == metrics.scores.distilled
 
 
 @pytest.mark.slow
@@ -137,10 +140,10 @@ def test_a_distillation_that_harms_is_taken_back(options: dict[str, Any], folder
     text = {"task_type": "causal-lm", "data__text_columns": ["text"]}
     out, screen = tmp_path / "out", io.StringIO()
     config = convert_config(folder / "decoder", folder / "text" / "text.txt", out, **text, **changes)
-    metrics = convert(config, console=Console(file=screen, width=200))["stages"]
-    assert "Distillation is taken back: the loss is better without it." in screen.getvalue()
-    assert metrics["converted"] == metrics["patched"]
-    assert metrics["distilled"]["loss"] is None or metrics["distilled"]["loss"] > metrics["patched"]["loss"]
+    metrics = convert(config, console=Console(file=screen, width=200))
+    assert "Distillation is taken back: the perplexity is better without it." in screen.getvalue()
+    assert metrics.scores.converted == metrics.scores.patched
+    assert metrics.scores.distilled["loss"] is None or metrics.scores.distilled["loss"] > metrics.scores.patched["loss"]
     saved, exact = hla.load_pretrained(str(out / "model")), AutoModelForCausalLM.from_pretrained(folder / "decoder")
     for name, parameter in exact.named_parameters():
         assert torch.equal(saved.get_parameter(name), parameter)
@@ -164,7 +167,7 @@ def test_transfer_draws_the_inputs_beyond_the_window(
     config = convert_config(
         folder / "encoder", folder / "task", tmp_path, attention="window", options={"window_size": 6}, **steps
     )
-    counts = convert(config, console=Console(file=screen, width=400))["beyond_exact"]
+    counts = convert(config, console=Console(file=screen, width=400)).model.beyond_exact
     assert 0 < counts["longer"] < counts["inputs"] == 96
     exact = counts["exact_length"]
     assert f"trains on the {counts['longer']} inputs of more than {exact} tokens" in screen.getvalue()
@@ -175,9 +178,10 @@ def test_transfer_draws_the_inputs_beyond_the_window(
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_transfer_on_a_few_inputs(count: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "exact_length", lambda model: 5)
-    monkeypatch.setattr(stages, "row_lengths", lambda rows: [9] * count + [1] * (len(rows) - count))
+    for module in (stages, run):
+        monkeypatch.setattr(module, "exact_length", lambda model: 5)
+        monkeypatch.setattr(module, "row_lengths", lambda rows: ([9] * count + [1] * len(rows))[: len(rows)])
     steps = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1}
     results = convert(convert_config(folder / "tuned", folder / "task", tmp_path, **steps), console=quiet())
-    assert results["stages"]["transfer"]["step"] == 1
-    assert [step for step, _ in results["stages"]["transfer"]["evaluations"]] == [0, 1]
+    assert results.training.transfer["step"] == 1
+    assert [step for step, _ in results.training.transfer["evaluations"]] == [0, 1]

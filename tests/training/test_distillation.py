@@ -12,8 +12,8 @@ from transformers import AutoModelForSequenceClassification
 import hf_linear_attn as hla
 from hf_linear_attn.integration.exact import exact_attention
 from hf_linear_attn.study.convert import convert
+from hf_linear_attn.study.models import add_adapters
 from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer
-from hf_linear_attn.training.models import add_adapters
 from hf_linear_attn.training.options import DistillConfig
 from tests.training.tiny_runs import convert_config, log_rows, quiet
 

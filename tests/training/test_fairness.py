@@ -36,7 +36,7 @@ def test_the_same_labels_in_other_letters_are_not(labels: list[str], folder: Pat
     model = save_classifier(tmp_path / "model", labels)
     steps = {"teacher__max_steps": None, "distill__max_steps": 1, "transfer__max_steps": 0}
     config = convert_config(model, folder / "task", tmp_path / "out", **steps)
-    assert convert(config, console=quiet())["stages"]["teacher"]
+    assert convert(config, console=quiet())["teacher"]
 
 
 def test_a_part_of_sorted_validation_data_holds_all_labels(tmp_path: Path) -> None:
@@ -68,4 +68,4 @@ def test_options_that_would_be_ignored_are_errors(
 
 def test_without_evaluations_the_end_is_measured(folder: Path, tmp_path: Path) -> None:
     config = finetune_config(folder / "encoder", folder / "task", tmp_path / "out", train__eval_steps=0)
-    assert "accuracy" in finetune(config, console=quiet())["stages"]["trained"]
+    assert "accuracy" in finetune(config, console=quiet())["trained"]

@@ -16,7 +16,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.integration.positions import position_limit
 from hf_linear_attn.study.convert import convert, finetune
-from hf_linear_attn.training.models import row_limit
+from hf_linear_attn.study.models import row_limit
 from hf_linear_attn.training.options import ConvertConfig
 from tests.tiny_models import tiny_model
 from tests.training.tiny_runs import convert_config, finetune_config, quiet, save_encoder, save_task

@@ -12,7 +12,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.cli import main
 from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.integration.discovery import self_attention
-from hf_linear_attn.training.models import patch_as_configured, read_attention
+from hf_linear_attn.study.models import patch_as_configured, read_attention
 from hf_linear_attn.training.options import (
     ConvertConfig,
     DistillConfig,

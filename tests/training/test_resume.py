@@ -72,7 +72,7 @@ def test_killed_in_a_step(stage: str, step: int, folder: Path, tmp_path: Path, m
             convert(convert_config(*paths), console=quiet())
     results = convert(convert_config(*paths, resume=True), console=quiet())
     assert weights(paths[2]) == weights(folder / "complete")
-    assert results["stages"]["distill"]["step"] == 6
+    assert results.training.distill["step"] == 6
     for name in ("teacher", "distill"):
         resumed, expected = (
             [(row["step"], row.get("loss")) for row in log_rows(out, name)] for out in (paths[2], folder / "complete")
@@ -104,7 +104,7 @@ def test_stopped_in_the_last_step(folder: Path, tmp_path: Path, monkeypatch: pyt
         with pytest.raises(InterruptedRunError, match="after step 6 of 6"):
             convert(convert_config(*paths), console=quiet())
     results = convert(convert_config(*paths, resume=True), console=quiet())
-    assert results["stages"]["distill"]["step"] == 6
+    assert results.training.distill["step"] == 6
     assert weights(paths[2]) == weights(folder / "complete")
     rows = [[row["step"] for row in log_rows(out, "distill")] for out in (paths[2], folder / "complete")]
     assert rows[0] == rows[1]
@@ -228,7 +228,7 @@ def test_killed_in_the_control(folder: Path, tmp_path: Path, monkeypatch: pytest
         at_step(patch, "distill", 0, kill)
         config = convert_config(*paths, tmp_path / "out", control=True, resume=True)
         resumed = convert(config, console=quiet())
-    assert resumed["stages"]["control"] == expected["stages"]["control"]
+    assert resumed.scores.control == expected.scores.control
     assert weights(tmp_path / "out") == weights(folder / "complete")
 
 
@@ -352,8 +352,9 @@ def test_the_weights_of_the_best_step_remain(folder: Path, tmp_path: Path, monke
         folder / "encoder", folder / "task", tmp_path / "out", train__max_steps=8, train__eval_steps=0.25
     )
     results = finetune(config, console=quiet())
-    assert results["stages"]["train"]["best_step"] == 4
-    assert results["stages"]["trained"] == {"accuracy": 0.7}
+    assert results.training.train["best_step"] == 4
+    best = dict(results.training.train["evaluations"])[4]
+    assert best == {"accuracy": 0.7}
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model").state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in models[1].items())
 
@@ -377,5 +378,4 @@ def test_patience_stops_early(interrupted: bool, folder: Path, tmp_path: Path, m
             with pytest.raises(InterruptedRunError, match="after step 6 of 8"):
                 finetune(config, console=quiet())
     results = finetune(replace(config, resume=interrupted), console=quiet())
-    assert results["stages"]["train"]["step"] == 6
-    assert results["stages"]["trained"] == {"accuracy": 0.5}
+    assert results.training.train["step"] == 6

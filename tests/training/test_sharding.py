@@ -140,7 +140,7 @@ def decoder_loss(folder: Path, name: str, run: Callable[[Path], subprocess.Compl
     }
     done = run(settings_file(folder, name, 4, **changes))
     assert done.returncode == 0, complaint(done)
-    loss: float = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))["stages"]["distilled"][
+    loss: float = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))["scores"]["distilled"][
         "loss"
     ]
     return loss

@@ -92,7 +92,7 @@ def test_transfer_in_two_processes_equals_one(folder: Path) -> None:
 @pytest.mark.parametrize("stage", ["teacher", "patched", "transferred", "distilled"])
 def test_every_validation_row_counts_once(stage: str, folder: Path) -> None:
     """An accuracy over 27 rows is a multiple of 1/27, whatever the processes and the last batch."""
-    one, two = (results(folder, name)["stages"][stage]["accuracy"] for name in ("one", "two"))
+    one, two = (results(folder, name)["scores"][stage]["accuracy"] for name in ("one", "two"))
     assert two * 27 == pytest.approx(round(two * 27), abs=1e-6)
     assert two == pytest.approx(one, abs=1.01 / 27)
 

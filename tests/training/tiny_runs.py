@@ -158,6 +158,13 @@ def forget(out: Path, *stages: str) -> None:
     shutil.rmtree(out / "model")
 
 
+def stored(out: Path, label: str) -> dict[str, Any]:
+    """What the study of a run holds of a stage."""
+    lines = [json.loads(line) for line in (out / "study" / "records.jsonl").read_text(encoding="utf-8").splitlines()]
+    record = next(line for line in reversed(lines) if line.get("label") == label)
+    return {row["metric"]: row["value"] for row in record["values"]}
+
+
 def log_rows(out: Path, stage: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if row.get("stage") == stage]

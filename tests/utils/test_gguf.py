@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_linear_attn as hla
 from hf_linear_attn import cli
 from hf_linear_attn.study.convert import convert
-from hf_linear_attn.training.models import train_tokenizer
+from hf_linear_attn.study.models import train_tokenizer
 from hf_linear_attn.utils.gguf import split_source
 from tests.tiny_models import tiny_model
 from tests.tiny_text import sample_text
@@ -104,7 +104,7 @@ def test_convert_reads_a_gguf_file(llama_file: tuple[Path, torch.nn.Module], tmp
     changes = {"task_type": "causal-lm", "data": {"dataset": str(text), "max_length": 48}}
     config = convert_config(path, text, tmp_path / "out", transfer={"max_steps": 2}, **changes)
     results = convert(config, console=quiet())
-    assert results["stages"]["teacher"]["perplexity"] > 1
+    assert results.scores.teacher["perplexity"] > 1
     saved = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
     assert "quantization_config" not in saved
     hla.load_pretrained(str(tmp_path / "out" / "model"))

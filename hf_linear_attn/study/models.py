@@ -1,32 +1,38 @@
 """Models and tokenizers for a task: loaded, checked, with adapters."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
 
 from ..checkpoints import load_checkpoint, model_without_weights, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
-from ..data.task_data import AUTO_CLASSES, TaskData
+from ..data.config import DataConfig
+from ..data.task_data import TaskData
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
 from ..integration.positions import extend_positions, position_limit
 from ..patching import patch_model
+from ..training.options import TrainingRunConfig
 from ..utils.extras import require_packages
 from ..utils.gguf import split_source
-from .options import TrainingRunConfig
+from ..utils.models import shared_copy
+from .kinds import KINDS, Kind
 
 #: Longest input, or block of a causal language model, where `data.max_length` is not given. Exact attention, with which
 #: teachers are trained, takes quadratic time beyond it.
 DEFAULT_MAX_LENGTH = 1024
+
+#: Tokens of held-out text that are measured on where `data.max_eval_samples` is not given.
+HELD_OUT_TOKENS = 65_536
 
 
 def load_tokenizer(config: TrainingRunConfig) -> Any:
@@ -48,7 +54,9 @@ def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
     return tokenizer
 
 
-def row_limit(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, str]:
+def row_limit(
+    config: TrainingRunConfig, tokenizer: Any = None, model: PreTrainedModel | None = None
+) -> tuple[int, str]:
     """Return the length to which rows are cut, and what decides it.
 
     It is `data.max_length`, else `max_length`, else as many tokens as the model has positions for and its tokenizer
@@ -58,7 +66,7 @@ def row_limit(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, st
         return config.data.max_length, "data.max_length"
     if config.max_length is not None:
         return config.max_length, "max_length"
-    skeleton = model_without_weights(str(config.model), _model_config(config, {}), AutoModel)
+    skeleton = model or model_without_weights(str(config.model), _model_config(config, {}), AutoModel)
     limits = [position_limit(skeleton) or longest_input(skeleton), getattr(tokenizer, "model_max_length", None)]
     limit = min(value for value in (*limits, DEFAULT_MAX_LENGTH + 1) if value is not None)
     if limit > DEFAULT_MAX_LENGTH:
@@ -66,15 +74,35 @@ def row_limit(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, st
     return limit, "the model's limit; max_length extends learned positions"
 
 
-def load_model(config: TrainingRunConfig, data: TaskData, path: str | None = None) -> tuple[PreTrainedModel, list[str]]:
+def with_limits(kind: Kind, data: DataConfig, *, quick: bool = False) -> DataConfig:
+    """Return which data to read, the same for every verb: at most `HELD_OUT_TOKENS` tokens of text are measured on.
+
+    Labelled rows are all measured on. `quick` takes a quarter of the text, and at most 256 labelled rows.
+    """
+    if data.max_eval_samples is not None:
+        return data
+    if kind.task_type == "classification":
+        return replace(data, max_eval_samples=256) if quick else data
+    rows = HELD_OUT_TOKENS // cast(int, data.max_length) // (4 if quick else 1)
+    return replace(data, max_eval_samples=max(rows, 8))
+
+
+def load_model(
+    config: TrainingRunConfig, data: TaskData, path: str | None = None, *, loaded: PreTrainedModel | None = None
+) -> tuple[PreTrainedModel, list[str]]:
     """Load a model, or the one in a folder that the run has saved, in float32 with a head for the task.
+
+    Of a `loaded` model it is a copy that shares its weights.
 
     A patched checkpoint comes back patched. Returns the model, and the names of its parameters that the checkpoint
     lacks: those of a new head, which is drawn from torch's generator. A checkpoint that lacks more is an error.
     """
+    if loaded is not None:
+        data.check_labels(loaded.config, "The model")
+        return _checked(shared_copy(loaded), data, config), []
     if path is not None:
         config = replace(config, model=path, model_type=None, from_config=False, revision=None, config_overrides={})
-    auto: Any = getattr(transformers, AUTO_CLASSES[data.task_type])
+    auto = KINDS[data.task_type].model_class
     changes = dict(data.config_changes)
     if config.model_type is not None:
         tokenizer, names = data.tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -109,6 +137,16 @@ def check_head(config: TrainingRunConfig) -> None:
     classes = read_config(str(config.model), config.revision).architectures or []
     if classes and not any(name.endswith("ForSequenceClassification") for name in classes):
         raise missing_head(config, f"it is a {classes[0]}")
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Return the SHA-256 over the names, shapes and values of all weights."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        values = tensor.detach().reshape(-1).cpu()
+        digest.update(values.view(torch.uint8).numpy().data if values.numel() else b"")
+    return digest.hexdigest()
 
 
 def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
@@ -190,9 +228,9 @@ def add_adapters(model: PreTrainedModel, rank: int) -> nn.Module:
 
 def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) -> PreTrainedModel:
     """Return the model with positions for `max_length` tokens; raise a ValueError if it does not fit the data."""
-    causal = data.task_type == "causal-lm"
+    causal = KINDS[data.task_type].is_causal
     layers = []
-    if data.task_type != "classification":
+    if causal is not None:
         with suppress(NotImplementedError):
             layers = self_attention(model)
     if any(layer.causal is not causal for layer in layers):  # A model that sees the next token would learn to copy it.

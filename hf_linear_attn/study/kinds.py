@@ -1,0 +1,119 @@
+"""The kinds of models: for each, the class that loads it, its metric, its pipeline, and what a budget may ask of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from ..data.task_data import TaskData
+from ..measure.classification import Classification
+from ..measure.embedding import EmbeddingCosine, sentence_embeddings
+from ..measure.metric import Metric, in_batches
+from ..measure.recall import RETRIEVAL
+from ..measure.token_loss import TokenLoss
+from ..utils.models import Batch
+
+EXAMPLE = '"The weather is nice today"'
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of model."""
+
+    task_type: str
+    noun: str
+    auto_class: str  # of Transformers, which loads it
+    metric: Callable[[TaskData, PreTrainedModel], Metric]  # from its data and the exact model
+    pipeline_tag: str  # what the Hub calls it
+    pipeline: str  # of Transformers
+    example: str  # the arguments of the pipeline on a card
+    units: tuple[str, ...] = ()  # of budgets of quality that it can be given, the usual one first
+    recall_task: str = ""  # of `measure_recall`, for a budget of recall
+    is_causal: bool | None = None  # what its attention must be; None: either
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it predicts tokens, which its attention can be switched off for."""
+        return self.metric in (_next_tokens, _labelled_tokens)
+
+    @property
+    def model_class(self) -> Any:
+        """The auto class."""
+        return getattr(transformers, self.auto_class)
+
+
+def held_out_batches(data: TaskData) -> list[Batch]:
+    """Return the rows of all validation sets, as they are measured."""
+    return in_batches([*chain.from_iterable(data.validation.values())], data.collator)
+
+
+def _next_tokens(data: TaskData, exact: PreTrainedModel) -> Metric:
+    return TokenLoss(held_out_batches(data))
+
+
+def _labelled_tokens(data: TaskData, exact: PreTrainedModel) -> Metric:
+    return TokenLoss(held_out_batches(data), predicts_next=False)
+
+
+def _answers(data: TaskData, exact: PreTrainedModel) -> Metric:
+    batches = {name: in_batches([*rows], data.collator) for name, rows in data.validation.items()}
+    return Classification(batches, data.metric_names, is_regression=data.labels is None)
+
+
+def _embeddings(data: TaskData, exact: PreTrainedModel) -> Metric:
+    batches = held_out_batches(data)
+    return EmbeddingCosine(batches, sentence_embeddings(exact, batches))
+
+
+KINDS = {
+    kind.task_type: kind
+    for kind in (
+        Kind(
+            "classification",
+            "a classifier",
+            "AutoModelForSequenceClassification",
+            _answers,
+            "text-classification",
+            "text-classification",
+            EXAMPLE,
+            units=("points",),
+        ),
+        Kind(
+            "causal-lm",
+            "a causal language model",
+            "AutoModelForCausalLM",
+            _next_tokens,
+            "text-generation",
+            "text-generation",
+            f"{EXAMPLE}, max_new_tokens=8",
+            units=("perplexity", "nats", "recall"),
+            recall_task="niah_multikey_1",
+            is_causal=True,
+        ),
+        Kind(
+            "masked-lm",
+            "a masked language model",
+            "AutoModelForMaskedLM",
+            _labelled_tokens,
+            "fill-mask",
+            "fill-mask",
+            'f"The weather is {tokenizer.mask_token} today"',
+            is_causal=False,
+        ),
+        Kind(
+            "embedding",
+            "an encoder of sentences",
+            "AutoModel",
+            _embeddings,
+            "sentence-similarity",
+            "feature-extraction",
+            f"{EXAMPLE}, return_tensors=True",
+            units=("cosine", "recall"),
+            recall_task=RETRIEVAL,
+            is_causal=False,
+        ),
+    )
+}

@@ -1,0 +1,225 @@
+"""A model with its data, and the metrics that it is measured by: loaded and checked before anything is measured."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from ..checkpoints import read_config, read_tokenizer
+from ..data.config import PYTHON_DOCUMENTATION, DataConfig
+from ..data.encoding import row_lengths
+from ..data.task_data import TaskData, load_task_data
+from ..data.tasks import load_task
+from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..measure.embedding import SentencePairs
+from ..measure.metric import Metric, in_batches
+from ..measure.recall import RecallMetric
+from ..ops.backends import get_backend
+from ..ops.native.backend import unavailable_reason
+from ..ops.triton.backend import installed as triton_installed
+from ..patching import is_patched
+from ..training.options import TrainingRunConfig
+from ..utils.environment import environment
+from ..utils.models import Batch, torch_device
+from ..utils.options import OptionError
+from . import models
+from .kinds import KINDS, Kind
+from .options import EvaluateConfig
+from .study import Conditions
+
+#: What an evaluation asks decoders: a key in noise, one of four keys in prose, pairs of tokens.
+RECALL_TASKS = ("niah_single_1", "niah_multikey_1", "mqar")
+
+#: Prompts of decoders for each task, length and depth; documents of encoders, of which one must be retrieved.
+PROMPTS, DOCUMENTS = 8, 16
+
+#: Tokens of one step of attention transfer, and the steps whose rows are loaded.
+STEP_TOKENS, LOADED_STEPS, QUICK_STEPS = 1024, 120, 26
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that mechanisms are compared with, in evaluation mode, with its data and its metrics."""
+
+    model: PreTrainedModel
+    kind: Kind
+    name: str  # in reports
+    data: TaskData
+    metrics: Mapping[str, Metric]  # by measurement, the most important first
+    fingerprint: str  # a hash of its weights
+    device: Mapping[str, Any]  # with `versions` a part of the conditions of its measurements
+    versions: Mapping[str, Any]
+    checksum: int  # of the rows
+
+    def conditions(self, measurement: str, **parts: Any) -> Conditions:
+        """Return the conditions of a measurement of this model, on its device."""
+        surroundings: dict[str, Any] = {"device": self.device, "versions": self.versions, **parts}
+        return Conditions(self.name, self.fingerprint, measurement=measurement, **surroundings)
+
+    def metric_settings(self, measurement: str) -> dict[str, Any]:
+        """Return what a measurement depends on besides the model: the rows, and the prompts of a recall."""
+        settings: dict[str, Any] = {"data": self.checksum, **self.data.facts}
+        metric = self.metrics.get(measurement)
+        if isinstance(metric, RecallMetric):
+            settings |= {"tasks": metric.tasks, "lengths": metric.lengths, "seed": metric.seed}
+        if isinstance(metric, SentencePairs):
+            settings["similarities"] = metric.similarities
+        return settings
+
+    def cast(self, dtype: str) -> Subject:
+        """Return a copy in another precision; the same object if that is its own."""
+        if dtype == self.device["dtype"]:
+            return self
+        model: Any = copy.deepcopy(self.model)
+        return replace(self, model=model.to(getattr(torch, dtype)), device={**self.device, "dtype": dtype})
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the first held-out row, which inputs for timing are made of."""
+        rows: Any = next(iter(self.data.validation.values()))
+        return [int(token) for token in rows[len(rows) - 1]["input_ids"]]
+
+    def training_batches(self, seed: int) -> tuple[list[Batch], list[Batch]]:
+        """Return batches for an attention transfer, in an order by the seed, and a few that choose its best step."""
+        rows: Any = self.data.train
+        order = list(range(len(rows)))
+        random.Random(seed).shuffle(order)
+        size = max(1, min(32, STEP_TOKENS // self.data.longest))
+        names = [name for name in rows.column_names if name != "labels"]
+        rows = rows.select_columns(names)
+        batches: list[Batch] = [
+            self.data.collator([rows[index] for index in order[start : start + size]])
+            for start in range(0, len(order), size)
+        ]
+        count = max(1, min(2, len(batches) // 4))
+        return batches[count:] or batches, batches[:count]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a report says about the model."""
+        layers = self_attention(self.model)
+        return {
+            "name": self.name,
+            "kind": self.kind.noun,
+            "class": type(self.model).__name__,
+            "layers": len(layers),
+            "heads": attention_shape(layers[0], 0, None).num_heads,
+            "parameters": self.model.num_parameters(),
+            "dtype": self.device["dtype"],
+            "attention": str(self.model.config._attn_implementation),
+            "positions": longest_input(self.model),
+        }
+
+
+def load_subject(
+    source: Any, config: EvaluateConfig, tokenizer: Any = None, documents: Sequence[str] | None = None
+) -> Subject:
+    """Load an exact model, or take a loaded one, with its data, and make its metrics.
+
+    Raises:
+        ValueError, OSError: A model or data that cannot be used.
+    """
+    loaded = source if isinstance(source, PreTrainedModel) else None
+    path = str(loaded.name_or_path if loaded is not None else source)
+    model_config = read_config(path) if loaded is None else loaded.config
+    task_type = config.task_type or task_type_of(model_config, loaded, config.data)
+    kind, seed = KINDS[task_type], config.seeds[0]
+    tokenizer = tokenizer or read_tokenizer(path)
+    rows = config.data
+    if task_type == "embedding" and documents is None and rows.dataset is None:
+        rows = replace(rows, dataset=PYTHON_DOCUMENTATION)
+    run = TrainingRunConfig(model=path, task_type=cast(Any, task_type), data=rows)
+    length, _ = models.row_limit(run, tokenizer, loaded)
+    steps = QUICK_STEPS if config.quick else LOADED_STEPS
+    rows = models.with_limits(kind, replace(rows, max_length=length), quick=config.quick)
+    if rows.max_train_samples is None:
+        rows = replace(rows, max_train_samples=steps * max(1, min(32, STEP_TOKENS // length)))
+    data = load_task_data(task_type, tokenizer, rows, seed, documents=documents)
+    model, missing = models.load_model(run, data, loaded=loaded)
+    if missing:
+        raise models.missing_head(run, f"{missing[0]} is missing")
+    if is_patched(model):
+        raise ValueError(f"{path!r} is patched already. Give the model as it was before.")
+    model = model.eval().to(torch_device(config.device)) if loaded is None else model.eval()
+    if loaded is not None and config.device not in ("cpu", str(model.device)):
+        remedy = f"Move it with model.to({config.device!r}), and leave this option out"
+        raise OptionError("device", f"{config.device!r}, but the loaded model is on {model.device}. {remedy}.")
+    metrics = {(metric := kind.metric(data, model)).score.measurement: metric}
+    if config.sts is not None:
+        if task_type != "embedding":
+            raise OptionError("sts", f"needs an encoder without a head; this is {kind.noun}. Leave it out.")
+        metrics = {"sts": sentence_pairs(config.sts, tokenizer, data.collator, length), **metrics}
+    if config.recall_lengths:
+        recall = recall_metric(kind, tokenizer, config.recall_lengths, seed)
+        recall.check(model)
+        metrics["recall"] = recall
+    machine = environment(model.device)
+    hardware = {key: machine["hardware"][key] for key in ("device", "cpu", "threads")}
+    hardware |= {"dtype": str(model.dtype).removeprefix("torch."), "backend": _backend(model.device)}
+    name = config.name or (Path(path).name if Path(path).exists() or loaded is not None else path)
+    name = name or type(model).__name__
+    fingerprint = models.weights_fingerprint(model)
+    return Subject(model, kind, name, data, metrics, fingerprint, hardware, machine["versions"], data.checksum())
+
+
+def recall_metric(kind: Kind, tokenizer: Any, lengths: Sequence[int], seed: int) -> RecallMetric:
+    """Return the recall at lengths. An OptionError for a kind of model that recalls nothing."""
+    if not kind.recall_task:
+        raise OptionError("recall_lengths", f"are for decoders and for encoders without a head; this is {kind.noun}.")
+    if kind.is_causal:
+        return RecallMetric(tokenizer, lengths, RECALL_TASKS, trials=PROMPTS, seed=seed)
+    return RecallMetric(tokenizer, lengths, [kind.recall_task], trials=DOCUMENTS, seed=seed)
+
+
+def sentence_pairs(folder: str, tokenizer: Any, collator: Any, length: int) -> SentencePairs:
+    """Return how embeddings rank the validation pairs of STS-B."""
+    rows = list(load_task("stsb", folder=folder)["validation"])
+    texts = [row["sentence1"] for row in rows] + [row["sentence2"] for row in rows]
+    encoded = tokenizer(texts, truncation=True, max_length=length, verbose=False)
+    ids = [{"input_ids": row} for row in encoded["input_ids"]]
+    return SentencePairs(in_batches(ids, collator), [float(row["label"]) for row in rows])
+
+
+def task_type_of(config: Any, model: PreTrainedModel | None, data: DataConfig) -> str:
+    """Return the kind of a checkpoint, or of a loaded model: by the class that it was saved from, and its task.
+
+    Raises:
+        ValueError: It is an encoder-decoder model.
+    """
+    name = type(model).__name__ if model is not None else (config.architectures or [""])[0]
+    if data.task is not None or "ForSequenceClassification" in name:
+        return "classification"
+    if config.is_encoder_decoder:
+        problem = "is an encoder-decoder, which is not evaluated here (patch_model serves it)"
+        remedy = "Give an encoder (BERT, RoBERTa, …) or a decoder (GPT-2, Llama, …)."
+        raise ValueError(f"Model type {config.model_type!r} {problem}. {remedy}")
+    is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+        return "causal-lm" if not is_masked or config.is_decoder else "embedding"
+    is_causal = model is None and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_masked
+    return "causal-lm" if is_causal else "embedding"
+
+
+def held_out_facts(data: TaskData) -> dict[str, int]:
+    """Return what the held-out rows really are: their number, their tokens, the longest."""
+    parts = [row_lengths(cast(Any, rows)) for rows in data.validation.values()]
+    lengths = [*chain.from_iterable(parts)]
+    return {"sequences": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
+
+
+def _backend(device: torch.device) -> str:
+    """Return the backend that serves kernelized attention where it can; some calls fall back to torch."""
+    backend = get_backend()
+    if backend != "auto":
+        return backend
+    if device.type == "cpu":
+        return "native" if unavailable_reason() is None else "torch"
+    return "triton" if triton_installed() and device.type == "cuda" else "torch"

@@ -1,0 +1,70 @@
+"""What `convert` writes, `evaluate` measures of its checkpoint, and a metric called by hand: the same number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertForMaskedLM
+
+import hf_linear_attn as hla
+from hf_linear_attn.checkpoints import load_checkpoint
+from hf_linear_attn.data.config import DataConfig
+from hf_linear_attn.data.task_data import load_task_data
+from hf_linear_attn.study.kinds import KINDS
+from hf_linear_attn.study.result import ConversionResult
+from tests.tiny_models import save_checkpoint
+from tests.training.tiny_runs import quiet, save_decoder, save_encoder, save_task, save_text
+
+CASES = {"causal-lm": "decoder", "embedding": "encoder", "classification": "tuned", "masked-lm": "masked"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("numbers")
+    save_encoder(root / "encoder")
+    save_encoder(root / "tuned", head=True)
+    save_checkpoint(root / "masked", "bert", BertForMaskedLM, mask=True, seed=1)
+    save_decoder(root / "decoder")
+    save_task(root / "task")
+    save_text(root / "text")
+    return root
+
+
+@pytest.mark.parametrize("task_type", CASES)
+def test_every_way_of_measuring_gives_the_same_number(task_type: str, folder: Path, tmp_path: Path) -> None:
+    model, out = str(folder / CASES[task_type]), tmp_path / "out"
+    labelled = task_type == "classification"
+    data: dict[str, Any] = {"dataset": str(folder / "task" if labelled else folder / "text" / "text.txt")}
+    data |= {"text_columns": ("sentence",) if labelled else ("text",), "max_length": 16}
+    hla.convert(
+        model=model,
+        output=str(out),
+        task_type=task_type,
+        attention="hedgehog",
+        data=data,
+        device="cpu",
+        transfer={"max_steps": 2, "per_device_train_batch_size": 4},
+        distill={"max_steps": 2, "per_device_train_batch_size": 4},
+        speed={"lengths": []},
+        report_to=[],
+        console=quiet(),
+    )
+    result = ConversionResult.load(out / "results.json")
+    evaluation = hla.evaluate(
+        model, DataConfig(**data), task_type=task_type, converted=(str(out / "model"),), timing=False
+    )
+    (label,) = evaluation.mechanisms
+    score = evaluation.scores[0]
+    (exact,), (converted,) = (evaluation.select(score.measurement, name) for name in ("exact", label))
+    assert dict(exact) == dict(result.scores.teacher)
+    assert dict(converted) == dict(result.final)
+    # By hand: the rows, the metric of their kind, the model.
+    kind, tokenizer = KINDS[task_type], AutoTokenizer.from_pretrained(model)
+    rows = load_task_data(task_type, tokenizer, DataConfig(**data), seed=3)
+    teacher, _ = load_checkpoint(model, kind.model_class, dtype=torch.float32)
+    metric = kind.metric(rows, teacher)
+    assert metric(teacher) == dict(result.scores.teacher)
+    assert metric(load_checkpoint(str(out / "model"), kind.model_class)[0]) == dict(result.final)
