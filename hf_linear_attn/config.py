@@ -259,8 +259,8 @@ class LinearAttentionConfig:
         """Return the plan with a value for an option, wherever a mechanism has it and its value is missing or None."""
 
         def filled(layer: LayerConfig) -> LayerConfig:
-            known = [option.name for option in fields(ATTENTIONS.get(layer.attention).options)]
-            if name not in known or layer.options.get(name) is not None:
+            names = [option.name for option in fields(ATTENTIONS.get(layer.attention).options)]
+            if name not in names or layer.options.get(name) is not None:
                 return layer
             return replace(layer, options={**layer.options, name: value})
 
@@ -269,7 +269,7 @@ class LinearAttentionConfig:
     def with_seed(self, seed: int) -> LinearAttentionConfig:
         """Return the plan with a seed for every mechanism that draws, or whose feature map does, and has none."""
         return self._mapped(
-            lambda one: replace(one, options=seed_options(ATTENTIONS.get(one.attention), seed, one.options))
+            lambda layer: replace(layer, options=seed_options(ATTENTIONS.get(layer.attention), seed, layer.options))
         )
 
     def _mapped(self, change: Callable[[LayerConfig], LayerConfig]) -> LinearAttentionConfig:

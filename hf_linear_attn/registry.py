@@ -61,8 +61,8 @@ class Registry(Generic[T]):
         if name not in self._entries:
             self.load()
         if name not in self._entries:
-            known = sorted(self._entries)
-            raise ValueError(f"Unknown {self.kind} {name!r}.{near_matches(name, known)} Available: {', '.join(known)}.")
+            names = sorted(self._entries)
+            raise ValueError(f"Unknown {self.kind} {name!r}.{near_matches(name, names)} Available: {', '.join(names)}.")
         return self._entries[name]
 
     def __contains__(self, name: str) -> bool:
@@ -198,23 +198,23 @@ def _decorator(
 
 def seed_options(entry: AttentionEntry, seed: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the options of a mechanism with a seed where it has such an option, or its feature map, and no value."""
-    values, known = dict(options or {}), {item.name for item in fields(entry.options)}
-    if "seed" in known:
+    values, names = dict(options or {}), {item.name for item in fields(entry.options)}
+    if "seed" in names:
         return values | ({"seed": seed} if values.get("seed") is None else {})
-    if "feature_map_options" in known and str(values.get("feature_map")) in FEATURE_MAPS:
-        entry, own = FEATURE_MAPS.get(values["feature_map"]), values.get("feature_map_options", {})
-        values["feature_map_options"] = seed_options(entry, seed, own)
+    if "feature_map_options" in names and str(values.get("feature_map")) in FEATURE_MAPS:
+        map_entry, map_options = FEATURE_MAPS.get(values["feature_map"]), values.get("feature_map_options", {})
+        values["feature_map_options"] = seed_options(map_entry, seed, map_options)
     return values
 
 
 def build_options(entry: AttentionEntry, values: dict[str, Any]) -> Any:
     """Build the options dataclass of a mechanism; a ValueError for an unknown option or a value not allowed."""
-    known = [field.name for field in fields(entry.options)]
+    names = [field.name for field in fields(entry.options)]
     for option in values:
-        if option not in known:
+        if option not in names:
             raise ValueError(
-                f"Unknown option {option!r} for {entry.name!r}.{near_matches(str(option), known)} "
-                f"Options: {', '.join(known) if known else 'none'}."
+                f"Unknown option {option!r} for {entry.name!r}.{near_matches(str(option), names)} "
+                f"Options: {', '.join(names) if names else 'none'}."
             )
     return entry.options(**values)
 

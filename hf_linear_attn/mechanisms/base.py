@@ -50,6 +50,8 @@ class LinearAttention(nn.Module):
         self.shape = shape
         #: The options, with all that they leave to the shape of the layer filled in.
         self.options = options
+        #: Its feature map, if it has one.
+        self.feature_map: FeatureMap | None = None
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         """Compute attention, for a whole sequence or for the tokens after a state.
@@ -77,9 +79,8 @@ class LinearAttention(nn.Module):
             self.check_terms(inputs.terms.names())
         if not inputs.causal and (inputs.state is not None or inputs.return_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-        feature_map: FeatureMap | None = getattr(self, "feature_map", None)
-        if feature_map is not None and inputs.state is None and inputs.first_call:
-            feature_map.begin_forward()
+        if self.feature_map is not None and inputs.state is None and inputs.first_call:
+            self.feature_map.begin_forward()
 
     def check_mask(self, mask: Tensor | None) -> None:
         """Raise a NotImplementedError on a mask `[B | 1, H | 1, L, S]` that the mechanism cannot apply."""

@@ -60,7 +60,7 @@ class GatedDeltaAttention(LinearAttention):
     def __init__(self, shape: AttentionShape, options: GatedDeltaOptions) -> None:
         super().__init__(shape, options)
         size = options.feature_dim or shape.head_dim
-        self.feature_map = HedgehogFeatureMap(shape, HedgehogOptions(feature_dim=size))
+        self.feature_map: HedgehogFeatureMap = HedgehogFeatureMap(shape, HedgehogOptions(feature_dim=size))
         groups = shape.num_key_value_heads
         rate = (options.initial_rate - MIN_RATE) / (1 - MIN_RATE)
         starts = (-math.log(options.initial_decay / (1 - options.initial_decay)), math.log(rate / (1 - rate)))

@@ -54,7 +54,7 @@ class GatedLinearAttention(LinearAttention):
     def __init__(self, shape: AttentionShape, options: GLAOptions) -> None:
         super().__init__(shape, options)
         features = HedgehogOptions(feature_dim=options.feature_dim or shape.head_dim, activation=options.activation)
-        self.feature_map = HedgehogFeatureMap(shape, features)
+        self.feature_map: HedgehogFeatureMap = HedgehogFeatureMap(shape, features)
         size, groups, rank = self.feature_map.num_features, shape.num_key_value_heads, options.gate_rank
         down = gaussian_features(rank, shape.head_dim, seed=shape.layer_index) / shape.head_dim**0.5
         self.gate_down = nn.Parameter(down.T.repeat(groups, 1, 1))

@@ -32,7 +32,7 @@ class KernelizedAttention(LinearAttention):
     def __init__(self, shape: AttentionShape, options: Any, feature_map: type[FeatureMap]) -> None:
         built = feature_map(shape, options)
         super().__init__(shape, built.options)
-        self.feature_map = built
+        self.feature_map: FeatureMap = built
         self.distribution = built.distribution and not built.signed
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:

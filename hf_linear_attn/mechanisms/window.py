@@ -89,8 +89,8 @@ class HybridAttention(LinearAttention):
             options = replace(options, window_size=shape.bias_reach)
         super().__init__(shape, options)
         entry, values = FEATURE_MAPS.get(options.feature_map), dict(options.feature_map_options)
-        if hasattr(options, "seed"):  # of all that the mechanism draws
-            values = seed_options(entry, options.seed, values)
+        if (seed := vars(options).get("seed")) is not None:  # of all that the mechanism draws
+            values = seed_options(entry, seed, values)
         self.feature_map: FeatureMap = entry.factory(shape, build_options(entry, values))
         if self.feature_map.signed:
             raise ValueError(
@@ -210,7 +210,7 @@ class WindowAttention(HybridAttention):
             "saturation": CAUSAL_SATURATION if shape.causal and not fitted else None,
             "sink_tokens": CAUSAL_SINKS if shape.causal else BIDIRECTIONAL_SINKS,
         }
-        chosen: dict[str, Any] = {name: x for name, x in automatic.items() if getattr(options, name) == "auto"}
+        chosen: dict[str, Any] = {name: x for name, x in automatic.items() if vars(options)[name] == "auto"}
         options = replace(options, **chosen)
         super().__init__(shape, options)
         if shape.causal:

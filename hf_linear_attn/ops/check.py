@@ -83,10 +83,10 @@ def compare(run: Run, case: Case, fused: tuple[FusedMap, FusedMap]) -> str | Non
     try:
         # Other backends of torch's own attention, which sinks use, add up gradients in any order.
         with torch.enable_grad() if case.learning else torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            actual, *again = (results(case, fused, run, double=False) for _ in range(RUNS))
+            actual, *repeated = (results(case, fused, run, double=False) for _ in range(RUNS))
             expected = results(case, fused, _torch, double=True)
             errors = {name: relative_error(actual[name], expected[name]) for name in expected}
-            unequal = [name for name in expected if not all(torch.equal(actual[name], one[name]) for one in again)]
+            unequal = [name for name in expected if not all(torch.equal(actual[name], x[name]) for x in repeated)]
     except torch.OutOfMemoryError:
         raise
     except failures() as failure:

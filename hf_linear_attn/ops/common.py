@@ -347,9 +347,9 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
             outputs = backward(ctx, saved, *gradients)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return outputs
-        sources = [one for one in (*gradients, *saved) if one is not None and one.requires_grad]
-        known = [one.detach() for one in outputs if isinstance(one, Tensor)]
-        linked = iter(_Underivable.apply(len(known), *known, *sources))
-        return tuple(next(linked) if isinstance(one, Tensor) else one for one in outputs)
+        sources = [tensor for tensor in (*gradients, *saved) if tensor is not None and tensor.requires_grad]
+        results = [output.detach() for output in outputs if isinstance(output, Tensor)]
+        linked = iter(_Underivable.apply(len(results), *results, *sources))
+        return tuple(next(linked) if isinstance(output, Tensor) else output for output in outputs)
 
     return wrapper

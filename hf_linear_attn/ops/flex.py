@@ -197,13 +197,13 @@ def _joined(
     query, key, value, length = call.query, call.key, call.value, call.query.shape[2]
     mix, after, learning = call.log_mixing_weights(), None, call.needs_grad()
     if passes and keys.blocks is not None and not learning:
-        own = _far_call(call, query, key, value, mask)
-        if TritonBackend().unsupported_reason(own) is None:
+        far_call = _far_call(call, query, key, value, mask)
+        if TritonBackend().unsupported_reason(far_call) is None:
             from .triton import attention
 
             out, log_sum, top = _exact(call, query, keys)
             out = readable(out.to(value.dtype))
-            return out, attention.merge(own, attention.Exact(out, log_sum, top, mix), passes)
+            return out, attention.merge(far_call, attention.Exact(out, log_sum, top, mix), passes)
     total, top = _near(call, query, keys)
     if learning and not passes:  # the learned parts have a gradient of zeros, not none
         features = call.query_features(query[:, :, :0], 0), call.key_features(key[:, :, :0], 0)
@@ -238,13 +238,13 @@ def _far(
 
     log_mix g `[B | 1, H, n]`; top c `[B, H, n]`, to which log scales of queries are relative; mask `[B, 1, n]`.
     """
-    own = _far_call(call, query, key, value, mask[:, 0])
-    if TritonBackend().unsupported_reason(own) is None:
+    far_call = _far_call(call, query, key, value, mask[:, 0])
+    if TritonBackend().unsupported_reason(far_call) is None:
         from .triton import attention
 
-        total, scale, after = attention.totals(own)
+        total, scale, after = attention.totals(far_call)
     else:
-        total, after = kernelized.causal(own, normalise=False)
+        total, after = kernelized.causal(far_call, normalise=False)
         assert call.fused is not None
         scaled = call.fused[0].scaled  # otherwise the features would be computed twice for nothing
         scale = call.query_features(query.to(compute_dtype(query)), 0).log_scale if scaled else None

@@ -25,7 +25,7 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
         return "torch.compile traces torch operations only"
     if query.device.type not in device_types:
         return f"the tensors are on {query.device.type}"
-    if getattr(call, "signed", False):
+    if call.signed:
         return "the feature map has no fused form"
     if fused is not None:
         reason = _map_mismatch(fused[0], query, call.num_features)

@@ -105,7 +105,7 @@ def causal_blocks(inputs: AttentionInputs, project_key: Tensor, project_value: T
     new_slots = _compress(project_key, keys), _compress(project_value, values)
 
     before = past["slot_key"].shape[2]
-    known = torch.arange(before, device=key.device) < past["slot_count"][:, None]
+    is_finished = torch.arange(before, device=key.device) < past["slot_count"][:, None]
     slot_keys, slot_values = (
         torch.cat([past[name], new], dim=2) for name, new in zip(("slot_key", "slot_value"), new_slots, strict=True)
     )
@@ -114,7 +114,7 @@ def causal_blocks(inputs: AttentionInputs, project_key: Tensor, project_value: T
     for number in range(blocks):
         rows = queries[:, :, number * block : (number + 1) * block].reshape(batch, groups, -1, width)
         done = before + number * slots
-        allowed = torch.nn.functional.pad(known, (0, number * slots), value=True)[:, None, None, :]
+        allowed = torch.nn.functional.pad(is_finished, (0, number * slots), value=True)[:, None, None, :]
         far = (rows @ slot_keys[:, :, :done].transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
         near = (rows @ keys[:, :, number].transpose(-1, -2)).view(batch, groups, -1, block, block)
         near = near.masked_fill(future, float("-inf")).view(batch, groups, -1, block)

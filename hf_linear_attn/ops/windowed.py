@@ -319,7 +319,9 @@ class _BlockedCall:
         batch, heads, length, _ = call.query.shape
         self.call, self.sinks, self.free = call, sinks, is_free(length)
         size = min(max(call.window, MIN_BLOCK), MAX_BLOCK)
-        self.size = size if self.free else min(size, length if call.state is None else max(length, MIN_BLOCK))
+        self.size = size
+        if not self.free:
+            self.size = min(size, length if call.state is None else max(length, MIN_BLOCK))
         # One more of a free number of blocks: a dimension that may be 1 would fix the length.
         self.count = (length + self.size - 1) // self.size + (1 if self.free else 0)
         reach = -(-call.window // self.size)

@@ -8,9 +8,9 @@ from functools import partial
 ASCII = str.maketrans({"★": "*", "→": "->", "×": "x", "•": "-", "≤": "<=", "–": "-", "µ": "u", "±": "+-", "…": "..."})
 
 
-def near_matches(name: str, known: Iterable[str]) -> str:
+def near_matches(name: str, names: Iterable[str]) -> str:
     """Return a sentence that suggests similar names, with a space before it, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    matches = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 

@@ -34,9 +34,8 @@ def peak_memory(function: Callable[[], object], device: torch.device, *, collect
         return int(torch.cuda.max_memory_allocated(device) - before)
     if device.type != "cpu" or not _reset_peak():
         return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # the C library would keep freed memory resident, and a second call would seem to need none
-        trim(0)
+    with suppress(AttributeError):  # the C library would keep freed memory resident, and a second call need none
+        ctypes.CDLL(None).malloc_trim(0)
     before = _proc_bytes(STATUS, "VmRSS")
     _reset_peak()
     function()
@@ -49,8 +48,10 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
-    known = (_left_of_group(), _proc_bytes(MEMORY, "MemAvailable") or None)
-    return min((size for size in known if size is not None), default=None) if device.type == "cpu" else None
+    if device.type != "cpu":
+        return None
+    sizes = _left_of_group(), _proc_bytes(MEMORY, "MemAvailable") or None
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def _left_of_group() -> int | None:

@@ -26,8 +26,8 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 def accepted(model: Any, **arguments: Any) -> dict[str, Any]:
     """Return those of the arguments that a model's forward pass takes."""
-    known = inspect.signature(model.forward).parameters
-    return {name: value for name, value in arguments.items() if name in known}
+    parameters = inspect.signature(model.forward).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:

@@ -177,10 +177,10 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], section:
         TypeError: There is no such option, or one without a default is missing.
     """
     hints, arguments = get_type_hints(config_class), dict(values)
-    known = [entry.name for entry in fields(cast(Any, config_class))]
+    names = [entry.name for entry in fields(cast(Any, config_class))]
     for name, value in values.items():
-        if name not in known:
-            raise TypeError(f"There is no option {section + str(name)!r}.{near_matches(str(name), known)}")
+        if name not in names:
+            raise TypeError(f"There is no option {section + str(name)!r}.{near_matches(str(name), names)}")
         if is_dataclass(hints.get(name)) and isinstance(value, Mapping | None):
             # The parent may have chosen other defaults than the section itself.
             default = to_dict(default_of(config_class, name))
@@ -211,8 +211,8 @@ def make_config(config_class: type[Config], config: Config | None, options: Mapp
     """
     if config is None or not options:
         return config or build_config(config_class, options)
-    hints, known = get_type_hints(config_class), to_dict(config)
-    values = {entry.name: known[entry.name] for entry in fields(cast(Any, config_class))}
+    hints, present = get_type_hints(config_class), to_dict(config)
+    values = {entry.name: present[entry.name] for entry in fields(cast(Any, config_class))}
     for name, value in options.items():
         is_section = is_dataclass(hints.get(name)) and isinstance(value, Mapping)
         values[name] = {**values[name], **value} if is_section else value

@@ -58,7 +58,7 @@ _STRIDED = (
     *("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient", "mix"),
     *("sink_key", "sink_value", "sink_key_gradient", "sink_value_gradient", "decay"),
 )
-_PARAMETER_GRADIENTS = tuple(f"{of}_{name}_gradient" for of in ("query", "key") for name in ("weight", "bias"))
+_PARAMETER_GRADIENTS = ("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient")
 _TENSOR_FIELDS = (
     *("mask", "kv", "k_sum", "log_scale", "next_kv", "next_k_sum", "next_log_scale", "normaliser", "top"),
     *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
@@ -96,9 +96,10 @@ def map_arguments(fused: tuple[FusedMap, FusedMap]) -> tuple[Tensors, Numbers]:
     tensors: Tensors = {}
     numbers: Numbers = {}
     shared = fused[1] is fused[0] and not fused[0].requires_grad
-    for of, one in zip(("query",) if shared else ("query", "key"), fused, strict=False):
-        numbers.update(zip(_MAP_NUMBERS[of], (ACTIVATIONS[one.activation], *one[3:8]), strict=True))
-        for name, tensor in zip(_MAP_TENSORS[of], (one.weight, one.bias), strict=True):
+    for of, fused_map in zip(("query",) if shared else ("query", "key"), fused, strict=False):
+        factors = fused_map.in_scale, fused_map.bias_scale, fused_map.alpha, fused_map.epsilon, fused_map.factor
+        numbers.update(zip(_MAP_NUMBERS[of], (ACTIVATIONS[fused_map.activation], *factors), strict=True))
+        for name, tensor in zip(_MAP_TENSORS[of], (fused_map.weight, fused_map.bias), strict=True):
             if tensor is not None:
                 tensors[name] = tensor
     return tensors, numbers

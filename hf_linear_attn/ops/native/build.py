@@ -100,8 +100,8 @@ def library_path() -> tuple[str, Path]:
     sets, flags = _instruction_sets(), set(_processor().split())
     name = os.environ.get(INSTRUCTIONS_VARIABLE)
     if name not in (None, "native", *sets):
-        known = ", ".join([*sets, "native"])
-        raise ValueError(f"{INSTRUCTIONS_VARIABLE} is {name!r}; on this machine it can be {known}.")
+        choices = ", ".join([*sets, "native"])
+        raise ValueError(f"{INSTRUCTIONS_VARIABLE} is {name!r}; on this machine it can be {choices}.")
     missing = set(sets[name][1].split()) - flags if name in sets else ()
     if missing:
         raise BuildError(f"the processor lacks {', '.join(sorted(missing))} for {INSTRUCTIONS_VARIABLE}={name}")
@@ -125,9 +125,9 @@ def _instruction_sets() -> dict[str, tuple[tuple[str, ...], str]]:
 def _cached_library(instructions: str) -> Path:
     folder = Path(__file__).parent
     sources = sorted([*folder.glob("*.h"), *folder.glob("*.cpp")])
-    parts = [part for path in sources for part in (path.name.encode(), path.read_bytes())]
-    setting = repr((compiler(), _version(compiler()), instructions, FLAGS, _openmp(), _processor())).encode()
-    digest = hashlib.sha256(b"\0".join([*parts, setting])).hexdigest()[:16]
+    settings = compiler(), _version(compiler()), instructions, FLAGS, _openmp(), _processor()
+    contents = [(path.name, path.read_bytes()) for path in sources]
+    digest = hashlib.sha256(repr((contents, settings)).encode()).hexdigest()[:16]
     return _cache_folder() / f"kernels-{digest}.so"
 
 
@@ -188,7 +188,9 @@ def compile_kernels(path: Path, alternatives: Sequence[tuple[str, ...]], openmp:
         BuildError: There is no compiler, or it fails.
     """
     command = compiler()
-    threads = () if not openmp else ("-Xclang", "-fopenmp") if "clang" in _version(command) else ("-fopenmp",)
+    threads: tuple[str, ...] = ()
+    if openmp:
+        threads = ("-Xclang", "-fopenmp") if "clang" in _version(command) else ("-fopenmp",)
     undefined = ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
     source = Path(__file__).parent / "kernels.cpp"
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

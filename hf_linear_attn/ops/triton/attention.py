@@ -78,7 +78,7 @@ def precision(dtype: torch.dtype, weight: Tensor | None = None) -> str:
 def blocks(x: Tensor, maps: Maps, value_size: int, *, chunked: bool = False) -> Blocks:
     """Split the tokens of `[B, heads, L, d]` so that every processor has work; `chunked`: one block a span."""
     pairs, length = x.shape[0] * x.shape[1], x.shape[2]
-    features = max(int(one.parts.value * one.half.value) for one in maps)
+    features = max(int(fused_map.parts.value * fused_map.half.value) for fused_map in maps)
     most, columns = 32 if features <= 128 else 16, min(64, STATE_BLOCK // features)
     warps = 8 if features * columns >= 1 << 12 else 4
     if x.dtype != torch.float32 and length > 1:  # a step computes features, too
@@ -382,12 +382,12 @@ def merge(call: KernelizedCall, exact: Exact, passes: Sequence[tuple[slice, slic
             )  # fmt: skip
             scale = None if maps[0].log_scale is None else maps[0].log_scale[:, :, queries, 0]
             query_map = with_log_scale(maps[0], scale, reverse=reverse)
-            own = Exact(*(x[:, :, queries] for x in (out, log_sum, top, log_mix)))
+            exact = Exact(*(x[:, :, queries] for x in (out, log_sum, top, log_mix)))
             follows = index + 1 < len(passes)
-            done = causal(part, (query_map, maps[1]), save=follows, exact=own, reverse=reverse)
+            done = causal(part, (query_map, maps[1]), save=follows, exact=exact, reverse=reverse)
             state = done.state
             if done.normaliser is not None:
-                own.log_sum.copy_(done.normaliser)
+                exact.log_sum.copy_(done.normaliser)
     return state
 
 
@@ -425,7 +425,7 @@ def totals(call: KernelizedCall) -> tuple[Tensor, Tensor | None, State | None]:
 def _differentiable(call: KernelizedCall) -> Forward:
     """Return the output, the normalisers (None where there are no keys), with gradients of both, and log scales."""
     assert call.fused is not None
-    learned = [tensor for fused in call.fused for tensor in (fused.weight, fused.bias)]
+    learned = call.fused[0].weight, call.fused[0].bias, call.fused[1].weight, call.fused[1].bias
     out, normaliser, row_scale = _Attention.apply(call.query, call.key, call.value, *learned, call)
     return Forward(out, normaliser=normaliser, row_scale=row_scale)
 

@@ -66,7 +66,7 @@ def unsupported_sizes(call: KernelizedCall | WindowedCall) -> str | None:
     features = padded_features(call)
     if features > MAX_FEATURES:
         return f"the feature map has more than {MAX_FEATURES} features"
-    pairs = any(PARTS[one.activation] == 2 and one.weight is not None for one in call.fused)
+    pairs = any(PARTS[fused.activation] == 2 and fused.weight is not None for fused in call.fused)
     if pairs and features > MAX_PROJECTED_PAIRS:
         return f"projections to more than {MAX_PROJECTED_PAIRS} features in pairs do not fit"
     if max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:

@@ -271,8 +271,8 @@ def slopes(y, values, gradient, real, fmap):
     elif fmap.activation == "exp":
         back = gradient * values
     else:
-        known: tl.constexpr = (fmap.activation == "softmax") or (fmap.activation == "softmax-joint")
-        tl.static_assert(known, "this feature map has no backward kernel")
+        is_softmax: tl.constexpr = (fmap.activation == "softmax") or (fmap.activation == "softmax-joint")
+        tl.static_assert(is_softmax, "this feature map has no backward kernel")
         mean = tl.sum(values * gradient, axis=1, keep_dims=True)
         back = values * (gradient - mean)
         if fmap.activation == "softmax-joint":

@@ -82,8 +82,8 @@ def step_window(
     real = tl.full((), 1, tl.int32)
     if mask is not None:
         real = tl.where(tl.load(mask + batch.to(tl.int64) * mask_batch) != 0, 1, 0)
-    own = query.data + batch.to(tl.int64) * query.batch + head.to(tl.int64) * query.head
-    row = tl.load(own + dims, mask=in_key, other=0.0).to(tl.float32)
+    first = query.data + batch.to(tl.int64) * query.batch + head.to(tl.int64) * query.head
+    row = tl.load(first + dims, mask=in_key, other=0.0).to(tl.float32)
     group = (head // repeats).to(tl.int64)
     new_key = tl.load(key.data + batch.to(tl.int64) * key.batch + group * key.head + dims, mask=in_key, other=0.0)
     new_value = tl.load(
