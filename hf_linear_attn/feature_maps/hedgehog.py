@@ -10,9 +10,8 @@ from ..utils.options import option
 from .base import AttentionShape, FeatureMap, Options, constant_parameter
 from .random_features import unit_rows
 
-#: Rows of W for heads below 64, by default. A converted all-MiniLM-L6-v2 (heads of 32) had on STS-B a correlation of
-#: 0.69 after attention transfer with 64 rows and 0.74 with 128, and of 0.76 and 0.78 after distillation; the exact
-#: model has 0.80 (recipes/results/glue-remedies.json).
+#: Rows of W for heads below 64, by default: twice the size of such heads is too few for pairs of sentences
+#: (recipes/results/README.md#defaults).
 SMALL_HEAD_ROWS = 128
 
 #: The activations' names among the fused forms.

@@ -21,14 +21,14 @@ from ..utils.options import option
 from .base import EVERY_TERM, AttentionInputs, LinearAttention
 from .softmax import softmax_attention
 
+# The figures behind these defaults: recipes/results/README.md#defaults.
+
 #: Tokens outside the window of a decoder that weigh in full. Without a bound their common weight grows with the length
-#: of the input, beyond anything seen in training: a converted Llama (5 layers, w = 64, trained at 256 tokens) had
-#: perplexity 9.5 at 512 tokens, 4.9 with a bound of 4 and 5.0 with 16. In encoders, where most of the input is outside
-#: of each window, it does harm.
+#: of the input, beyond anything seen in training. In encoders, where most of the input is outside of each window, it
+#: does harm.
 CAUSAL_SATURATION = 8
 
-#: Sinks of decoders, and of encoders at either end. Exact weights for them, and nothing else, bring SmolLM2-135M with a
-#: window of 64 from perplexity 92 to 39 (1 sink: 39.5), and MiniLM's embeddings from a cosine of 0.88 to 0.954.
+#: Sinks of decoders, and of encoders at either end.
 CAUSAL_SINKS, BIDIRECTIONAL_SINKS = 4, 1
 
 #: The log mixing weight that closes the part outside the window: its weights are zero.
@@ -37,15 +37,12 @@ CLOSED_MIX = -10_000.0
 #: The start of a map that is not fitted to the keys yet: nothing, but for `calibrate` and training to change.
 UNFITTED_MIX = -100.0
 
-#: Feature maps outside the window, by default. In decoders fitted codes are worth 0.07 to 0.39 nats beside windows of
-#: 64 tokens before any training (SmolLM2-135M, rows of 2,048 tokens of four texts), and hedgehog's features nothing.
+#: Feature maps outside the window, by default: in decoders fitted codes help before any training, and hedgehog's
+#: features do not.
 CAUSAL_MAP, BIDIRECTIONAL_MAP = "vq", "hedgehog"
 
 #: Rows of hedgehog's W for heads below 64 in encoders, outside of windows of at least as many tokens: half of what
-#: `hedgehog` by itself has. After ten minutes of training all-MiniLM-L6-v2 (heads of 32) is as near to the exact model
-#: with them as with 128 (cosine 0.9950 and 0.9953, the same nearest neighbour of 92 % of 256 passages), and 12 to 16 %
-#: faster at 256 and 512 tokens. Beside narrow windows they are too few: on STS-B with windows of 8 a correlation of
-#: 0.809 instead of 0.832 (two seeds).
+#: `hedgehog` by itself has, as good after training and faster. Beside narrow windows they are too few.
 BIDIRECTIONAL_ROWS = 64
 
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
@@ -177,8 +174,7 @@ class WindowAttention(HybridAttention):
 
     This follows LoLCATs (Zhang et al. 2024, arXiv:2410.10254): `c_i` is the largest exact logit of the row. There g is
     one number a head; here `g_i = b + √τ u·q_i` (within `MIX_BOUND` of b), b and u `[d]` learned per head, u = 0 at
-    the start: only the query can tell whether what it looks for is near or far. (all-MiniLM-L6-v2 on STS-B, w = 8,
-    after 300 steps of transfer: correlation 0.61 with b only, 0.71 with u; the exact model has 0.80.)
+    the start: only the query can tell whether what it looks for is near or far.
 
     Sinks (Xiao et al. 2023, arXiv:2309.17453) count as inside of every window: the first `sink_tokens` tokens of a row
     in decoders; in encoders as many at either end, and these see every key exactly themselves. Pretrained models give
@@ -213,9 +209,7 @@ class WindowAttention(HybridAttention):
         chosen: dict[str, Any] = {name: x for name, x in automatic.items() if vars(options)[name] == "auto"}
         options = replace(options, **chosen)
         super().__init__(shape, options)
-        if shape.causal:
-            # SmolLM2-135M, a fifth of the heads exact: perplexity 33.5 -> 31.3 by outputs, and -> 36.7 by weights. In
-            # encoders (all-MiniLM-L6-v2) weights are as good for the cosines of embeddings, and better for their ranks.
+        if shape.causal:  # in encoders weights are as good for the cosines of embeddings, and better for their ranks
             self.transfer_loss = "outputs"
         self.log_mix = constant_parameter(shape.num_heads, value=float(options.mix_init))
         self.mix_weight = constant_parameter(shape.num_heads, shape.head_dim)
