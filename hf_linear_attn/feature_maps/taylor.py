@@ -69,7 +69,7 @@ class TaylorFeatureMap(FeatureMap):
 
 
 def pair_products(x: Tensor) -> Tensor:
-    """`[…, d] -> […, d(⌊d/2⌋ + 1)]` with `p(x)·p(y) = (x·y)²/2`.
+    """Map `[…, d] -> […, d(⌊d/2⌋ + 1)]` with `p(x)·p(y) = (x·y)²/2`.
 
     Entry (r, i) is `c_r x_i x_{i+r}`. `(x·y)²/2` holds every square once with factor 1/2 (r = 0) and every pair once
     with factor 1 (0 < r < d/2); at r = d/2, where d is even, every pair comes up twice.

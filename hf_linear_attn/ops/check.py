@@ -157,7 +157,7 @@ def _torch(call: CheckedCall) -> tuple[Tensor, State | None]:
 
 
 def _random_map(fused: FusedMap, draw: Callable[..., Tensor], heads: int, double: bool) -> FusedMap:
-    """The same map with random weights."""
+    """Return the same map with random weights."""
     tensors: dict[str, Any] = {}
     for name in ("weight", "bias"):
         tensor = getattr(fused, name)

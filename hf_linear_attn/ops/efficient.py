@@ -89,7 +89,7 @@ def causal(inputs: AttentionInputs, scale: float) -> tuple[Tensor, State]:
 
 
 def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, before: KVState) -> tuple[Tensor, KVState]:
-    """One chunk of n tokens: features `[B, G, R, n, d]`, logits `[B, G, n, d]`, `[v, 1]` `[B, G, n, e + 1]`.
+    """Compute one chunk of n tokens: features `[B, G, R, n, d]`, logits `[B, G, n, d]`, `[v, 1]` `[B, G, n, e + 1]`.
 
     Row i is relative to its own running maximum c_i. Keys of its piece enter with the explicit `exp(k_j - c_i)`, older
     ones with the sums up to the end of the piece before, relative to the maximum there: both factors are at most 1.

@@ -85,7 +85,10 @@ def _grouped_queries(call: GatedCall, start: int, stop: int, mask: Tensor | None
 
 
 def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, chunk: int) -> tuple[Tensor, KVState]:
-    """rows `[B, G, R, l, m]`, keys and values `[B, G, l, …]` -> sums `[B, G, R, l, e + 1]` and the state after them."""
+    """Compute the sums `[B, G, R, l, e + 1]` of a block, and the state after it.
+
+    Rows are `[B, G, R, l, m]`, keys and values `[B, G, l, …]`.
+    """
     length = rows.shape[3]
     query, features, values = split_chunks(rows, chunk), split_chunks(keys.values, chunk), split_chunks(value, chunk)
     total = split_chunks(keys.log_decay, chunk).cumsum(dim=-2)  # G_i, [B, G, n, c, 1 | m]
@@ -113,12 +116,12 @@ def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, 
 
 
 def _products(query: Tensor, features: Tensor) -> Tensor:
-    """`[B, G, R, n, c, m] x [B, G, n, c, m] -> [B, G, R, n, c, c]`."""
+    """Multiply rows and keys of chunks: `[B, G, R, n, c, m] x [B, G, n, c, m] -> [B, G, R, n, c, c]`."""
     return query @ features.transpose(-1, -2).unsqueeze(2)
 
 
 def _weights(query: Tensor, features: Tensor, total: Tensor) -> Tensor:
-    """`Σ_f φ(q_i)_f φ(k_j)_f exp(G_if - G_jf)` within chunks; entries with j > i are not used, but finite."""
+    """Compute `Σ_f φ(q_i)_f φ(k_j)_f exp(G_if - G_jf)` within chunks; entries with j > i are not used, but finite."""
     if total.shape[-1] == 1:
         gap = total - total.transpose(-1, -2)
         return _products(query, features) * gap.clamp(max=0.0).exp().unsqueeze(2)

@@ -92,7 +92,7 @@ def _decays(total: Tensor) -> Tensor:
 
 
 def _chunk(rows: Tensor, keys: DeltaKeys, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """rows `[B, G, R, n, m]`, keys and values `[B, G, n, …]`, state `[B, G, m, e + 1]`."""
+    """Compute one chunk: rows `[B, G, R, n, m]`, keys and values `[B, G, n, …]`, state `[B, G, m, e + 1]`."""
     total = keys.log_decay.cumsum(dim=-1)
     decays, decay = _decays(total), total.exp().unsqueeze(-1)
     expected = decay * (keys.values @ state)

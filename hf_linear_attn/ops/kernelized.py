@@ -132,7 +132,7 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
 
 
 def _without_decay(call: KernelizedCall) -> GatedCall:
-    """The call as one of a state that does not decay, whose chunks are computed at once."""
+    """Return the call as one of a state that does not decay, whose chunks are computed at once."""
 
     def key_features(key: Tensor, start: int) -> GatedKeys:
         values, log_scale = call.key_features(key, start)
@@ -142,7 +142,7 @@ def _without_decay(call: KernelizedCall) -> GatedCall:
 
 
 def _causal_chunk(query: Tensor, keys: Features, value: Tensor, kv_state: KVState | None, signed: bool) -> Tensor:
-    """Sums `Σ w [v, 1]` `[B·G, R·n, e + 1]` of one chunk: the keys before it, and the chunk's own, j <= i.
+    """Compute the sums `Σ w [v, 1]` `[B·G, R·n, e + 1]` of one chunk: the keys before it, and the chunk's own, j <= i.
 
     query `[B, G, R, n, m]`, keys and value `[B, G, n, …]`. Row i is relative to the largest log scale of the state and
     of the keys j <= i: a later key never touches an earlier row.

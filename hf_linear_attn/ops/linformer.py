@@ -144,7 +144,7 @@ def _scatter(opened: Tensor, new: Tensor, index: Tensor, capacity: int) -> Tenso
 
 
 def _compress(projection: Tensor, blocks: Tensor) -> Tensor:
-    """`[h, r, c] x [B, G, n, c, d] -> [B, G, n·r, d]`."""
+    """Compress every block to its slots: `[h, r, c] x [B, G, n, c, d] -> [B, G, n·r, d]`."""
     return (projection.to(blocks.dtype).unsqueeze(1) @ blocks).flatten(2, 3)
 
 

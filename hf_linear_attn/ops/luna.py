@@ -82,8 +82,10 @@ def packing_features(packed: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 
 def _causal_read(rows: Tensor, keys: Tensor, values: Tensor, past: Tensor) -> Tensor:
-    """`Σ_{j<=i} (r_i·k_j) v_j` in one chunk plus `r_iᵀ past`: `[B, G, R, n, x]`, `[B, G, n, x]`, `[B, G, n, y]`,
-    `[B, G, x, y]` -> `[B, G, R, n, y]`."""
+    """Compute `Σ_{j<=i} (r_i·k_j) v_j` in one chunk plus `r_iᵀ past`, `[B, G, R, n, y]`.
+
+    Rows are `[B, G, R, n, x]`, keys `[B, G, n, x]`, values `[B, G, n, y]` and past `[B, G, x, y]`.
+    """
     weights = (rows @ keys.unsqueeze(2).transpose(-1, -2)).tril()
     return weights @ values.unsqueeze(2) + rows @ past.unsqueeze(2)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def _temporary_name(target: Path, suffix: str) -> Path:
-    """A name of the form `.NAME.xxxxxxxx.SUFFIX`."""
+    """Return a name of the form `.NAME.xxxxxxxx.SUFFIX`."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}")
 
 

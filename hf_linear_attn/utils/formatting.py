@@ -20,7 +20,7 @@ def fixed(value: float, digits: int) -> str:
 
 
 def _with_unit(units: dict[str, float], value: float) -> str:
-    """Three digits, in the first unit that the rounded value reaches, or else in the last one; no exponent above."""
+    """Format three digits, in the first unit that the rounded value reaches, or else in the last; no exponent above."""
     rounded = float(f"{value:.3g}")
     unit = next((unit for unit, size in units.items() if rounded >= size), list(units)[-1])
     number = value / units[unit]

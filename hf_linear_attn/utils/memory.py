@@ -17,8 +17,10 @@ GROUP = Path("/sys/fs/cgroup")
 
 
 def peak_memory(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int | None:
-    """Bytes that one call needs at its peak beyond what was allocated before it: of the allocator on a GPU, of the
-    resident set of the process on a CPU (None where the system does not tell: it takes Linux).
+    """Return the bytes that one call needs at its peak beyond what was allocated before it.
+
+    They are those of the allocator on a GPU, and of the resident set of the process on a CPU (None where the system
+    does not tell: it takes Linux).
 
     Freed memory is handed back to the system first. What is smaller than a few hundred kilobytes is noise.
     """
@@ -43,8 +45,11 @@ def peak_memory(function: Callable[[], object], device: torch.device, *, collect
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had: on a GPU of its memory, what the allocator holds unused included; on a CPU what
-    Linux calls available, or what is left of the control group's limit (None where the system does not tell)."""
+    """Return the bytes that can still be had, or None where the system does not tell.
+
+    On a GPU these are of its memory, what the allocator holds unused included; on a CPU what Linux calls available, or
+    what is left of the control group's limit.
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
@@ -55,7 +60,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _left_of_group() -> int | None:
-    """Of a control group: its limit less what it uses, files that can be dropped aside. None: there is no limit."""
+    """Return the limit of a control group less what it uses, files that can be dropped aside; None without one."""
     with suppress(OSError, ValueError):  # no such group, or "max"
         limit, used = (int((GROUP / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
         counts = dict(line.split() for line in (GROUP / "memory.stat").read_text(encoding="ascii").splitlines())
@@ -72,7 +77,7 @@ def _reset_peak() -> bool:
 
 
 def _proc_bytes(path: Path, name: str) -> int:
-    """A line of /proc/self/status or /proc/meminfo such as `VmRSS:  13884 kB`; 0 where there is none."""
+    """Return the bytes of a line such as `VmRSS:  13884 kB` in a file of /proc; 0 where there is none."""
     with suppress(OSError):
         for line in path.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith(f"{name}:"):

@@ -136,7 +136,7 @@ class Crossover:
     relation: str
 
     def __str__(self) -> str:
-        """As text: `~ 640`, `≤ 128`, `> 8,192`. An interpolated length has two significant digits."""
+        """Return it as text: `~ 640`, `≤ 128`, `> 8,192`. An interpolated length has two significant digits."""
         if self.relation == "=":
             return f"~ {int(float(format(self.length, '.2g'))):,}"
         return f"{'≤' if self.relation == '<=' else '>'} {self.length:,.0f}"

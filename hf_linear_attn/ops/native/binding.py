@@ -126,7 +126,7 @@ def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _first_stride(tensor: Tensor | None) -> int:
-    """The stride of heads (or of rows of a batch) in elements; 0 where all share one."""
+    """Return the stride of heads (or of rows of a batch) in elements; 0 where all share one."""
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 

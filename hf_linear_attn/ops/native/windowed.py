@@ -75,7 +75,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
 
 
 def is_kernel_step(call: WindowedCall, state: State) -> bool:
-    """Whether the kernel for one token applies: it reads whole vectors of a state and a ring of the inputs' dtype."""
+    """Return whether the kernel for one token applies: it reads whole vectors, and a ring of the inputs' dtype."""
     if call.query.shape[2] != 1 or call.value.shape[3] % binding.lanes():
         return False
     return has_entries(state, window_entries(call))

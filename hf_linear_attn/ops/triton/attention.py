@@ -287,7 +287,7 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
 
 
 def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
-    """Two passes: the sums over the keys, then the queries. With `save`, normalisers and states are returned."""
+    """Sum over the keys, then read the sums for the queries. With `save`, normalisers and states are returned."""
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
     groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
@@ -312,7 +312,7 @@ def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
 def causal(
     call: KernelizedCall, maps: Maps, *, save: bool, exact: Exact | None = None, reverse: bool = False
 ) -> Forward:
-    """One pass over chunks; if the sequence is split into spans, the sums before each span are computed first.
+    """Compute one pass over chunks; if the sequence is split into spans, the sums before each span are computed first.
 
     exact: Attention to other keys, which this is merged with; the normalisers are then the log-sum-exp of both.
     reverse: The last token comes first; the mask is in that order already, and so are the results by token.

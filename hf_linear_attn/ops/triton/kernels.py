@@ -62,8 +62,11 @@ def sum_tokens(
     x, u, mask, mask_batch, inverse, slope, states, tops, fmap, heads, length, span, spans,
     value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
-    """`Σ φ(x) uᵀ` and `Σ φ(x)` over one span. With `inverse` and `slope` `[B, heads, L]`, as the backward pass needs it
-    over queries, `Σ φ(x) inverse uᵀ` and `Σ φ(x) slope`."""
+    """Compute `Σ φ(x) uᵀ` and `Σ φ(x)` over one span.
+
+    With `inverse` and `slope` `[B, heads, L]` these are `Σ φ(x) inverse uᵀ` and `Σ φ(x) slope`, as the backward pass
+    needs them over queries.
+    """
     pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = pair // heads, pair % heads
     columns = tile * value_block + tl.arange(0, value_block)
@@ -171,7 +174,7 @@ def attend_bidirectional(
     query, out, states, normaliser, fmap, heads, groups, length, span, spans, floor,
     value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """`φ(q)ᵀ S / φ(q)ᵀ z` for the queries of one span; S and z are the first span of each group's states."""
+    """Compute `φ(q)ᵀ S / φ(q)ᵀ z` for the queries of one span; S and z are the first span of each group's states."""
     pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = pair // heads, pair % heads
     group = batch * groups + head // (heads // groups)
@@ -269,7 +272,7 @@ def attend_causal(
     normaliser, exact, query_map, key_map, heads, groups, length, span, spans, floor,
     value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one span, chunk by chunk: explicit weights within a chunk, a carried state between chunks.
+    """Compute the queries of one span, chunk by chunk: explicit weights within a chunk, a carried state between chunks.
 
     The state before the span comes from `states` (and `tops`), or from `kv`, `k_sum`, `log_scale` if there is only one
     span; the last span writes the state after the last token. A single token is the recurrent step.

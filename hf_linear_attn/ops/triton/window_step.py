@@ -67,7 +67,7 @@ def step_window(
     largest_gap, scaled: tl.constexpr,
     value_block: tl.constexpr, size_block: tl.constexpr, block: tl.constexpr, sink_block: tl.constexpr,
 ):  # fmt: skip
-    """One query head, and some columns of the values; the first head of a group writes the state.
+    """Compute one query head, and some columns of the values; the first head of a group writes the state.
 
     `oldest` are the rows of the ring's keys. A row whose token is padding leaves its state as it is.
     """
