@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..utils.options import OptionError, check_exclusive, check_options, option
-from .files import Documents
+from .files import Documents, Quoting
 
 #: What a budget may be, in the help of `plan` and `convert`.
 BUDGETS = (
@@ -31,14 +31,21 @@ class DataConfig:
     dataset_config: str | None = option(None, "configuration of a data set of the Hub")
     revision: str | None = option(None, "branch, tag or commit of a data set of the Hub")
     text_columns: tuple[str, ...] = option(("text",), "text column of your own data, or two for pairs", common=True)
-    label_column: str = option("label", "label column of your own data", common=True)
+    label_column: tuple[str, ...] = option(
+        ("label",), "label column of your own data, or one of 0 and 1 for each of several labels", common=True
+    )
     documents: Documents = option(
         "auto",
         "documents of a text file: auto (parts between <|endoftext|>, WikiText articles, lines of .smi, else the whole "
         "file), paragraphs (separated by blank lines) or lines",
     )
+    quoting: Quoting = option(
+        "auto",
+        "quotation marks in csv and tsv files: minimal (they delimit fields), none (they are text) or auto (csv: "
+        "minimal; tsv: as the file shows)",
+    )
     metrics: tuple[str, ...] | None = option(
-        None, "metrics, the first one decides (default: the task's; else accuracy, or pearson for scores)"
+        None, "metrics, the first one decides (default: the task's; else accuracy, f1_micro or pearson)"
     )
     max_length: int | None = option(
         None,
@@ -59,6 +66,9 @@ class DataConfig:
     mlm_probability: float = option(0.15, "share of the tokens that masked-lm predicts", above=0, below=1)
 
     def __post_init__(self) -> None:
+        for name in ("text_columns", "label_column"):
+            if isinstance(getattr(self, name), str):  # one column
+                object.__setattr__(self, name, (getattr(self, name),))
         check_options(self)
         check_exclusive(self, "task", "dataset")
         if self.folder is not None and self.task is None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints import load_checkpoint, model_without_weights, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
@@ -115,7 +115,6 @@ def load_model(
     if config.from_config or config.model_type is not None:
         return _checked(auto.from_config(model_config), data, config), []
     name, _ = split_source(str(config.model))
-    data.check_labels(read_config(str(config.model), config.revision), repr(name))
     arguments = {"revision": config.revision or "main", "dtype": torch.float32, "config": model_config}
     model, missing = load_checkpoint(str(config.model), auto, **arguments)
     body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
@@ -127,15 +126,24 @@ def load_model(
     return _checked(model, data, config), missing
 
 
+def head_of(config: TrainingRunConfig) -> PreTrainedConfig | None:
+    """Return the config of a checkpoint with a classification head; None where the head is to be new."""
+    if config.task_type != "classification" or config.model is None or config.from_config:
+        return None
+    model_config = read_config(str(config.model), config.revision)
+    classes = model_config.architectures or []
+    return model_config if any("ForSequenceClassification" in name for name in classes) else None
+
+
 def check_head(config: TrainingRunConfig) -> None:
     """Raise a ValueError if the config of a checkpoint says that it has no head for classification.
 
-    Its weights say so, too, but labels, and so all data, must be known before they are loaded.
+    Its weights say so, too, but are loaded later.
     """
     if config.model is None or config.from_config or config.model_type is not None:
         return
     classes = read_config(str(config.model), config.revision).architectures or []
-    if classes and not any(name.endswith("ForSequenceClassification") for name in classes):
+    if classes and head_of(config) is None:
         raise missing_head(config, f"it is a {classes[0]}")
 
 
@@ -151,8 +159,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
     """Return the error for a checkpoint without a head for its task."""
-    remedy = "Give a fine-tuned model, or fine-tune it first: teacher.num_train_epochs 3."
-    unlabelled = "Without labels, give task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
+    remedy = "Give a fine-tuned model, or fine-tune it first: --teacher.num_train_epochs 3."
+    unlabelled = "Without labels, give --task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
     return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy} {unlabelled}")
 
 

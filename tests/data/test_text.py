@@ -137,7 +137,7 @@ def test_short_file_is_reported(tmp_path: Path) -> None:
 def test_binary_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "binary.txt"
     path.write_bytes(b"\xff\xfe\x00" * 2000)
-    with pytest.raises(ValueError, match="not UTF-8"):
+    with pytest.raises(ValueError, match="Convert it to UTF-8"):
         load_text(str(path))
 
 
