@@ -9,10 +9,13 @@ from decimal import Decimal
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from .files import Source, import_datasets
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
+    from torch import Tensor
 
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 """What a row is labelled with, in the words of a model's config: a class, any number of classes, or a score."""
@@ -40,6 +43,31 @@ class Labels:
     #: The output of each class, in the order of the data: of a task its own one, else that of numbers or the alphabet.
     order: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # what was assumed, one sentence each
+
+    def answers(self, logits: Tensor) -> Tensor:
+        """Return what a head answers with logits `[B, C]`.
+
+        Scores or classes `[B]` (NaN and -1 where a logit is NaN), or of several labels a row `[B, C]` 1 for those that
+        are more likely than not.
+        """
+        undefined = logits.isnan()
+        if self.problem == "regression":
+            return logits.squeeze(-1).float()
+        if self.problem == "multi_label_classification":
+            return (logits > 0).long().masked_fill(undefined, -1)
+        return logits.argmax(dim=-1).masked_fill(undefined.any(dim=-1), -1)  # `argmax` takes NaN for the largest
+
+    def in_order(self, answers: Any) -> np.ndarray:
+        """Return answers, or labels, with the classes in the order of the data in place of the outputs of the head.
+
+        So metrics do not depend on the head: the F1 of a task is that of its class 1.
+        """
+        answers = np.asarray(answers)
+        if self.problem != "single_label_classification":
+            return answers
+        others = sorted({*range(len(self.names or ()))} - {*self.order})
+        places = np.argsort([*self.order, *others])
+        return np.where(answers < 0, answers, places[answers])
 
 
 @dataclass(frozen=True)

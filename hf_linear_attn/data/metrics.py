@@ -45,11 +45,6 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def likeliest_classes(logits: Any) -> Any:
-    """Return the class of each row of logits `[N, C]`, -1 where there is NaN, which `argmax` takes for the largest."""
-    return logits.argmax(dim=-1).masked_fill(logits.isnan().any(dim=-1), -1)
-
-
 def _classes_metric(name: str, predictions: np.ndarray, references: np.ndarray, **options: Any) -> float:
     """A metric of scikit-learn; NaN if a row has no answer (-1)."""
     from sklearn import metrics

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -26,34 +25,15 @@ from .config import PYTHON_DOCUMENTATION, DataConfig
 from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, encode_targets, row_lengths
 from .files import Source, check_columns, check_text, hold_out_validation, import_datasets, load_source
 from .labels import Head, Labels, encode_labels
-from .metrics import (
-    DEFAULT_METRICS,
-    check_metrics,
-    compute_metrics,
-    constant_answer_score,
-    higher_is_better,
-    likeliest_classes,
-    perplexity,
-)
+from .metrics import DEFAULT_METRICS, check_metrics, compute_metrics, higher_is_better, perplexity
 from .tasks import TASKS, load_task
-from .text import MIN_DOCUMENTS, Text, hold_out, rows_text, standard_library_documents
+from .text import MIN_DOCUMENTS, hold_out, rows_text, standard_library_documents
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 #: Label of a token that is not to be predicted.
 IGNORED = -100
-
-AUTO_CLASSES = {
-    "classification": "AutoModelForSequenceClassification",
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "embedding": "AutoModel",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-}
-
-#: What evaluations, plans and budgets call a model for a task.
-KINDS = {"causal-lm": "decoder", "embedding": "encoder", "classification": "classifier"}
 
 #: Rows to train on, and rows that are held out: of fewer nothing can be said.
 MIN_ROWS = 2
@@ -63,7 +43,7 @@ MIN_ROWS = 2
 class TaskData:
     """The encoded data of a task."""
 
-    task_type: str  # a key of `AUTO_CLASSES`
+    task_type: str  # "classification", "causal-lm", "masked-lm", "embedding" or "seq2seq-lm"
     tokenizer: Any
     collator: Callable[[list[Any]], dict[str, Tensor]]
     train: Dataset = field(init=False)
@@ -83,11 +63,6 @@ class TaskData:
     def labels(self) -> tuple[str, ...] | None:
         """The names of the outputs of the model's head in order; None for scores and without a head."""
         return None if self.labelled is None else self.labelled.names
-
-    @property
-    def problem(self) -> str | None:
-        """What the head answers, in the words of a model's config; None without a head."""
-        return None if self.labelled is None else self.labelled.problem
 
     def checksum(self) -> int:
         """Return a checksum of all encoded rows, which tells data apart that have as many rows and tokens."""
@@ -116,51 +91,20 @@ class TaskData:
             "eval_dataset": next(iter(self.validation.values())) if single else self.validation,
             "data_collator": self.collator,
             "processing_class": self.tokenizer,
-            "compute_metrics": self.compute_metrics if self.task_type == "classification" else None,
+            "compute_metrics": None if self.labelled is None else self.compute_metrics,
             "preprocess_logits_for_metrics": self.reduce_logits,
         }
 
-    def reduce_logits(self, logits: Any, labels: Tensor | None = None) -> Tensor:
-        """Return what a head answers, for logits `[B, C]` or the first of a tuple of outputs.
-
-        Scores or classes `[B]` (NaN and -1 where a logit is NaN), or of several labels a row `[B, C]` 1 for those that
-        are more likely than not.
-        """
+    def reduce_logits(self, logits: Any, labels: Tensor) -> Tensor:
+        """Return what the head answers (see `Labels.answers`) for logits, or the first of a tuple of outputs."""
         logits = logits[0] if isinstance(logits, tuple) else logits
-        if self.problem == "multi_label_classification":
-            return (logits > 0).long().masked_fill(logits.isnan(), -1)
-        return logits.squeeze(-1).float() if self.labels is None else likeliest_classes(logits)
-
-    def score(self, predictions: Any, references: Any, names: Sequence[str] | None = None) -> dict[str, float]:
-        """Return metrics (None: all) of what `reduce_logits` gives and the labels of the same rows.
-
-        Classes are numbered as in the data, whatever the outputs of the model: F1 is that of the task's class 1.
-        """
-        arrays = (self._in_order(np.asarray(values)) for values in (predictions, references))
-        return compute_metrics(self.metric_names if names is None else names, *arrays)
-
-    def _in_order(self, answers: np.ndarray) -> np.ndarray:
-        """Return answers with the classes in the order of the data in place of the model's outputs."""
-        if self.labelled is None or self.labelled.problem != "single_label_classification":
-            return answers
-        rest = sorted({*range(len(self.labels or ()))} - {*self.labelled.order})
-        places = np.argsort([*self.labelled.order, *rest])
-        return np.where(answers < 0, answers, places[answers])
+        return logits if self.labelled is None else self.labelled.answers(logits)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the metrics of a validation set of a classification task."""
-        return self.score(prediction.predictions, prediction.label_ids)
-
-    def constant_answer_score(self, references: Any = None) -> float | None:
-        """Return the first metric of always giving the same answer, or None where there are no metrics.
-
-        `references` are labels as in the rows; None: those of the first validation set.
-        """
-        if not self.metric_names:
-            return None
-        if references is None:
-            references = next(iter(self.validation.values()))["labels"][:]
-        return constant_answer_score(self.metric_names[0], self._in_order(np.asarray(references)))
+        assert self.labelled is not None
+        answers = (self.labelled.in_order(values) for values in (prediction.predictions, prediction.label_ids))
+        return compute_metrics(self.metric_names, *answers)
 
     def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the task's metrics of what `FinetuningTrainer.evaluate` returns, without the prefix `eval_`.
@@ -221,7 +165,7 @@ def load_task_data(
     type. `notes` say what was assumed of the data, for a verb to log.
 
     Args:
-        task_type: A key of `AUTO_CLASSES`.
+        task_type: "classification", "causal-lm", "masked-lm", "embedding" or "seq2seq-lm".
         tokenizer: That of the model. It gets a padding token if it has none.
         data: Which data, and how much of it. `data.max_length` must be given.
         seed: That of the training rows that are drawn where `data.max_train_samples` limits them.
@@ -358,18 +302,6 @@ def document_column(data: DataConfig) -> str:
         listed = ", ".join(data.text_columns) or "none"
         raise OptionError("data.text_columns", f"pairs are for classification; documents are one column, not {listed}.")
     return data.text_columns[0]
-
-
-def read_documents(data: DataConfig) -> Text:
-    """Read the documents of a data set, or without one the documentation that comes with Python.
-
-    The same documents are held out as by `load_task_data`.
-    """
-    column = document_column(data)
-    data = data if data.dataset else replace(data, dataset=PYTHON_DOCUMENTATION)
-    splits = load_splits(data, [column]).splits
-    held_out = [text for name, split in splits.items() if name != "train" for text in split[column]]
-    return Text(source_name(data), tuple(splits["train"][column]), tuple(held_out))
 
 
 def load_labelled(

@@ -98,7 +98,6 @@ def load_model(
     lacks: those of a new head, which is drawn from torch's generator. A checkpoint that lacks more is an error.
     """
     if loaded is not None:
-        data.check_labels(loaded.config, "The model")
         return _checked(shared_copy(loaded), data, config), []
     if path is not None:
         config = replace(config, model=path, model_type=None, from_config=False, revision=None, config_overrides={})

@@ -386,12 +386,14 @@ class TrainingRun:
         config, tokenizer = self.config, self._tokenizer()
         max_length, reason = models.row_limit(config, tokenizer)
         with self.progress.working(f"reading {config.data.task or config.data.dataset or 'the data'}"):
+            with self.process.main_process_first():
+                rows = models.with_limits(self.kind, replace(config.data, max_length=max_length))
+                data = load_task_data(config.task_type, tokenizer, rows, config.seed, head=models.head_of(config))
             is_conversion = isinstance(config, ConvertConfig) and not config.teacher.enabled
             if is_conversion and self.kind.task_type == "classification":
                 models.check_head(config)
-            with self.process.main_process_first():
-                rows = models.with_limits(self.kind, replace(config.data, max_length=max_length))
-                data = load_task_data(config.task_type, tokenizer, rows, config.seed)
+        for note in data.notes:
+            self.progress.log(note)
         facts = data.facts
         held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
         train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
@@ -416,7 +418,7 @@ class TrainingRun:
         if self.is_main_process and not folder.exists():
             columns = config.data.text_columns
             with self.progress.working("training a tokenizer"):
-                rows = load_splits(config.data, columns)["train"]
+                rows = load_splits(config.data, columns).splits["train"]
                 texts = chain.from_iterable(rows[column] for column in columns)
                 tokenizer = models.train_tokenizer(texts, config.train_tokenizer, models.row_limit(config)[0])
             with atomic_folder(folder) as temporary:

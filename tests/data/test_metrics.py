@@ -16,13 +16,13 @@ import torch
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
+from hf_linear_attn.data.labels import Labels
 from hf_linear_attn.data.metrics import (
     METRICS,
     check_metrics,
     compute_metrics,
     constant_answer_score,
     higher_is_better,
-    likeliest_classes,
     load_metrics,
 )
 from hf_linear_attn.data.tasks import TASKS
@@ -129,7 +129,7 @@ def test_scores_without_a_correlation(predictions, references, mse):
 def test_rows_whose_logits_are_nan_have_no_score():
     """The largest of them would be NaN, and that of class 0."""
     logits = torch.tensor([[0.1, 0.9], [math.nan, math.nan], [0.9, 0.1]])
-    assert likeliest_classes(logits).tolist() == [1, -1, 0]
+    assert Labels("single_label_classification", ("a", "b")).answers(logits).tolist() == [1, -1, 0]
     for predictions, defined in (([1, 0, 0], True), ([1, -1, 0], False)):
         scores = compute_metrics(CLASSES, predictions, [1, 0, 0])
         assert [math.isfinite(score) for score in scores.values()] == [defined] * len(CLASSES)

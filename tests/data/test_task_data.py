@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from hf_linear_attn.data.task_data import (
     load_labelled,
     load_splits,
     load_task_data,
-    read_documents,
 )
 from hf_linear_attn.utils.options import OptionError
 from tests.data.tiny_data import tokenizer, write
@@ -73,9 +71,9 @@ def test_the_metrics_of_a_language_model_are_loss_and_perplexity():
 
 def test_predictions_of_classes_and_scores():
     logits = torch.tensor([[0.1, 0.9], [2.0, -1.0]])
-    two = Labels("single_label_classification", ("a", "b"), (0, 1))
+    two = Labels("single_label_classification", ("a", "b"))
     classes = task_data("classification", two, metric_names=("accuracy",))
-    assert classes.reduce_logits(logits, torch.tensor([1, 1])).tolist() == [1, 0]
+    assert classes.reduce_logits((logits, None), torch.tensor([1, 1])).tolist() == [1, 0]
     assert classes.compute_metrics(EvalPrediction(np.array([1, 0]), np.array([1, 1]))) == {"accuracy": 0.5}
     scores = task_data("classification", Labels("regression"), metric_names=("pearson",))
     assert scores.reduce_logits(logits[:, :1], torch.tensor([0.0, 1.0])).tolist() == pytest.approx([0.1, 2.0])
@@ -84,13 +82,13 @@ def test_predictions_of_classes_and_scores():
 
 
 def test_predictions_of_several_labels():
-    several = Labels("multi_label_classification", ("a", "b", "c"), (0, 1, 2))
+    several = Labels("multi_label_classification", ("a", "b", "c"))
     data = task_data("classification", several, metric_names=("subset_accuracy", "f1_micro"))
     logits = torch.tensor([[0.1, -0.9, 2.0], [-2.0, -1.0, math.nan]])
-    assert data.reduce_logits(logits).tolist() == [[1, 0, 1], [0, 0, -1]]
+    assert data.reduce_logits(logits, logits).tolist() == [[1, 0, 1], [0, 0, -1]]
     right, wrong = np.array([[1.0, 0.0, 1.0]]), np.array([[1.0, 1.0, 0.0]])
-    assert data.score(right, right) == {"subset_accuracy": 1.0, "f1_micro": 1.0}
-    assert data.score(wrong, right) == {"subset_accuracy": 0.0, "f1_micro": 0.5}
+    assert data.compute_metrics(EvalPrediction(right, right)) == {"subset_accuracy": 1.0, "f1_micro": 1.0}
+    assert data.compute_metrics(EvalPrediction(wrong, right)) == {"subset_accuracy": 0.0, "f1_micro": 0.5}
     assert data.config_changes["problem_type"] == "multi_label_classification"
 
 
@@ -120,7 +118,9 @@ def test_metrics_and_heads_for_other_labels_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"trained with classes \(LABEL_0, LABEL_1, LABEL_2\); the data has scores"):
         load("scores.csv", head=BertConfig(num_labels=3))
     assert load("scores.csv", head=BertConfig(num_labels=1)).labels is None
-    assert load("classes.csv", head=BertConfig(num_labels=1)).problem == "regression"  # whole numbers are scores, too
+    assert (
+        load("classes.csv", head=BertConfig(num_labels=1)).labelled.problem == "regression"
+    )  # whole numbers are scores, too
 
 
 def test_own_labelled_data_are_a_task(tmp_path):
@@ -190,24 +190,12 @@ def test_validation_rows_that_are_in_the_training_data_are_counted(tmp_path):
     assert load_task_data("classification", tokenizer(), drawn, seed=0).facts["validation_repeated"] == 5
 
 
-def test_text_of_any_source(tmp_path):
-    pytest.importorskip("datasets", reason="needs the extra 'train'")
-    folder = write(
-        tmp_path, {"train.csv": "text,n\nabc,1\ndef,2\n", "dev.csv": "text,n\nghi,3\n", "log": "word " * 900}
-    )
-    text = read_documents(DataConfig(dataset=str(folder)))
-    assert (text.train, text.validation) == (("abc", "def"), ("ghi",))
-    assert read_documents(DataConfig(dataset=str(folder / "log"))).train[0].startswith("word word")
-    with pytest.raises(FileNotFoundError, match=r"no file or folder '\./nowhere\.txt'"):
-        read_documents(DataConfig(dataset="./nowhere.txt"))
-
-
-@pytest.mark.parametrize("task_type", ["classification", "causal-lm", "masked-lm", "embedding", "documents"])
+@pytest.mark.parametrize("task_type", ["classification", "causal-lm", "masked-lm", "embedding"])
 def test_what_is_no_text_is_named(task_type, tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
 
     def load(data: DataConfig) -> object:
-        return read_documents(data) if task_type == "documents" else load_task_data(task_type, tokenizer(), data, 0)
+        return load_task_data(task_type, tokenizer(), data, 0)
 
     rows = [{"text": f"alpha beta {row}", "number": row, "label": row % 2} for row in range(12)]
     for row in (0, 7):
@@ -227,7 +215,8 @@ def test_numbers_in_a_text_column_of_a_csv_file_are_text(task_type, tmp_path):
     numbers = [f"{row}.50" for row in range(80)]
     table = "\n".join(["text,label", *(f"{number},{row % 2}" for row, number in enumerate(numbers))])
     data = DataConfig(dataset=str(write(tmp_path, {"rows.csv": table}) / "rows.csv"), max_length=8)
-    assert sorted((*read_documents(data).train, *read_documents(data).validation)) == sorted(numbers)
+    splits = load_splits(data, ("text",)).splits
+    assert sorted((*splits["train"]["text"], *splits["validation"]["text"])) == sorted(numbers)
     assert load_task_data(task_type, tokenizer(), data, 0).longest > 2
 
 
@@ -272,24 +261,22 @@ def test_all_validation_splits_are_held_out(tmp_path):
     parts = {"train": ["abc"], "validation_b": ["def"], "validation_a": ["ghi", "jkl"]}
     saved = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
     datasets.DatasetDict(saved).save_to_disk(tmp_path)
-    text = read_documents(DataConfig(dataset=str(tmp_path)))
-    assert (text.train, text.validation) == (("abc",), ("def", "ghi", "jkl"))
+    loaded = load_splits(DataConfig(dataset=str(tmp_path)), ("text",)).splits
+    assert {name: split["text"][:] for name, split in loaded.items()} == parts
 
 
 @pytest.mark.parametrize("columns", [(), ("text", "second")])
 @pytest.mark.parametrize("task_type", ["causal-lm", "masked-lm", "embedding"])
 def test_documents_are_one_column(task_type, columns, tmp_path):
     data = DataConfig(dataset=str(tmp_path / "not read"), text_columns=columns, max_length=8)
-    for load in (read_documents, partial(load_task_data, task_type, tokenizer(), seed=0)):
-        with pytest.raises(OptionError, match=f"data.text_columns: .* not {', '.join(columns) or 'none'}"):
-            load(data=data)
+    with pytest.raises(OptionError, match=f"data.text_columns: .* not {', '.join(columns) or 'none'}"):
+        load_task_data(task_type, tokenizer(), data, seed=0)
 
 
 def test_text_columns_that_cannot_be_read_are_errors(tmp_path):
     (tmp_path / "book.txt").write_text(sample_text(), encoding="utf-8")
-    for path in (str(tmp_path / "book.txt"),):
-        with pytest.raises(ValueError, match=r"The data set has no column 'story'"):
-            read_documents(DataConfig(dataset=path, text_columns=("story",)))
+    with pytest.raises(ValueError, match=r"The data set has no column 'story'"):
+        load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), text_columns=("story",)), ("story",))
     for columns in ((), ("a", "b", "c")):
         with pytest.raises(OptionError, match=r"data.text_columns: must be one column, or two for pairs, got"):
             load_labelled(DataConfig(dataset="not read", text_columns=columns))
@@ -326,7 +313,6 @@ def test_whole_numbers_are_scores_where_the_training_rows_have_scores(tmp_path):
     config = DataConfig(dataset=str(folder), metrics=("mse",), max_length=8)
     data = load_task_data("classification", tokenizer(), config, 0)
     assert data.validation[""]["labels"][:] == [-1.0, -1.0, 5.0]
-    assert data.constant_answer_score() == pytest.approx(8)  # of their mean, 1
 
 
 def test_validation_rows_of_a_text_are_drawn_from_all_of_it(tmp_path):

@@ -53,7 +53,7 @@ def test_labels_are_those_of_the_head_by_name(folder: Path, tmp_path: Path) -> N
     logits = answers(model, list(rows["sentence"]))
     expected = [["warm", "mild", "cold"][index] for index in logits.argmax(-1)] == rows["label"]
     results = convert(convert_config(model, folder / "task", tmp_path / "out", **SHORT), console=quiet())
-    assert results["stages"]["teacher"]["accuracy"] == pytest.approx(expected.mean())
+    assert results.scores.teacher["accuracy"] == pytest.approx(expected.mean())
     assert BertConfig.from_pretrained(tmp_path / "out" / "model").id2label == {0: "warm", 1: "mild", 2: "cold"}
 
 
@@ -68,17 +68,18 @@ def save_tags(folder: Path, sentences: list[str]) -> list[list[str]]:
 
 
 def test_several_labels_a_row_stay_several(folder: Path, tmp_path: Path) -> None:
-    model, names = tmp_path / "model", ["red", "alpha", "blue"]
-    save_classifier(model, names)
+    model, outputs = tmp_path / "model", ["red", "alpha", "blue"]
+    save_classifier(model, outputs)
     config = BertConfig.from_pretrained(model)
     config.problem_type = "multi_label_classification"
     config.save_pretrained(model)
     sentences = list(pandas.read_csv(folder / "task" / "validation.csv")["sentence"])
     tags = save_tags(tmp_path / "data", sentences)
-    references = MultiLabelBinarizer(classes=names).fit_transform(tags)
+    references = MultiLabelBinarizer(classes=outputs).fit_transform(tags)
     predictions = (answers(model, sentences).sigmoid() > 0.5).int().numpy()
     results = convert(convert_config(model, tmp_path / "data", tmp_path / "out", **SHORT), console=quiet())
-    assert results["stages"]["teacher"] == {
+    names = ("f1_micro", "f1_macro", "subset_accuracy")
+    assert {name: results.scores.teacher[name] for name in names} == {
         "f1_micro": pytest.approx(metrics.f1_score(references, predictions, average="micro")),
         "f1_macro": pytest.approx(metrics.f1_score(references, predictions, average="macro", zero_division=0)),
         "subset_accuracy": pytest.approx((references == predictions).all(1).mean()),
@@ -93,7 +94,7 @@ def test_a_new_head_for_several_labels_learns_them(folder: Path, tmp_path: Path)
     save_tags(tmp_path / "data", sentences)
     steps = {"train__max_steps": 60, "train__learning_rate": 3e-3, "train__eval_steps": 0}
     config = finetune_config(folder / "encoder", tmp_path / "data", tmp_path / "out", **steps)
-    assert finetune(config, console=quiet())["stages"]["trained"]["f1_micro"] > 0.9
+    assert finetune(config, console=quiet()).final["f1_micro"] > 0.9
 
 
 @pytest.mark.parametrize("labels", [["Cold", "WARM"], ["LABEL_0", "LABEL_1"]])
@@ -133,4 +134,4 @@ def test_options_that_would_be_ignored_are_errors(
 
 def test_without_evaluations_the_end_is_measured(folder: Path, tmp_path: Path) -> None:
     config = finetune_config(folder / "encoder", folder / "task", tmp_path / "out", train__eval_steps=0)
-    assert "accuracy" in finetune(config, console=quiet())["trained"]
+    assert "accuracy" in finetune(config, console=quiet()).final
