@@ -271,14 +271,7 @@ def _terms(module: nn.Module) -> Iterator[str]:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Return why a module cannot be linear, by its flags and config first, else by its source; or ""."""
-    cls = type(module)
-    if adapter_of(module) is not None:
-        return ""
-    if getattr(module, "has_relative_attention_bias", False):
-        return source_guards.POSITION_BIAS
-    if reason := source_guards.obstacle(cls):
-        return reason
+    """Return why a module cannot be linear by its flags, which others of its class do not have; or ""."""
     stores = getattr(module, "store_full_length_kv", False) and config_value(module, "num_kv_shared_layers", 1)
     if stores or getattr(module, "is_kv_shared_layer", False):
         return "shares its keys and values with other layers, and a state does not keep them"

@@ -51,6 +51,7 @@ from .models import (
 from .positions import PositionChange
 from .sentence_encoders import restore_trust, trust_own_checkpoints, write_sentence_cards
 from .tensor_parallel import tensor_parallel_plan
+from .trial import check_architecture, patched_layers
 
 #: The small module that is written beside the weights, and that `auto_map` points at.
 CODE_FILE = f"{CODE_MODULE}.py"
@@ -106,7 +107,9 @@ class LinearAttentionModelMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = base_class(type(self))
         if saved is not None:
-            install(self, LinearAttentionConfig.parse(saved), roots=[self])  # type: ignore[arg-type,list-item]
+            is_loading = any(tensor.is_meta for tensor in self.parameters())  # type: ignore[attr-defined]
+            layers = LinearAttentionConfig.parse(saved)
+            install(self, layers, roots=[self], is_loading=is_loading)  # type: ignore[arg-type,list-item]
 
     @classmethod
     def from_pretrained(
@@ -141,6 +144,7 @@ class LinearAttentionModelMixin:
                 "or corrupt. Copy or download the checkpoint again."
             ) from error
         check_loading(pretrained_model_name_or_path, info, ignore_mismatched_sizes)
+        check_architecture(model, patched_layers(model))
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -303,8 +307,11 @@ def install(
     config: LinearAttentionConfig,
     positions: PositionChange | None = None,
     roots: Sequence[PreTrainedModel] = (),
+    is_loading: bool = False,
 ) -> Sequence[PreTrainedModel]:
     """Patch a model, and return the `roots` that it is a part of (by default its `outermost_models`), patched too.
+
+    A model that `is_loading` has no weights yet to be tried with.
 
     Each model in which a layer is patched then is a patched model: it saves, reports and generates as one. An error
     leaves all as it was.
@@ -312,6 +319,8 @@ def install(
     roots = roots or outermost_models(model)
     longest, positions = longest_input(model), positions or PositionChange()
     planned = choose_layers(model, config, roots[0])
+    if not is_loading:
+        check_architecture(roots[0], [layer for layer, _ in planned.values()])
     mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
     tensor_plan = tensor_parallel_plan(roots[0], planned, mechanisms)
     # From here on there are only assignments, which cannot fail half-way.

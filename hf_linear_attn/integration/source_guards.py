@@ -16,24 +16,6 @@ from typing import Any
 #: What a module's `forward` uses when it goes through the attention interface.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
-#: What stands in a module's `forward` if it cannot be linear, and why.
-POSITION_BIAS = "adds a relative position bias to its logits, which a product of feature maps cannot express"
-OBSTACLES = {
-    r"position_bias|attention_mask=matrix_bd": POSITION_BIAS,
-    r"attention_mask=attention_bias|prepare_dynamic_mask": (
-        "adds a bias to its logits, which a product of feature maps cannot express"
-    ),
-    r"\bmerged_attention_mask\b": (
-        "attends to its own sequence and another one in a single softmax, which would need a state of both"
-    ),
-    r"\.update\([^)]*(layer_idx \+|[ (]layer_idx\))": (
-        "runs several times on one input with a cache layer for each, which would need several states"
-    ),
-    r"past_key_values\.update.*= attention_interface\(.*= attention_interface\(": (
-        "computes attention twice on one cache layer, which would need two states"
-    ),
-}
-
 
 @functools.cache
 def forward_source(cls: Any) -> str:
@@ -96,12 +78,6 @@ def computes_softmax_from_mask(cls: type) -> bool:
     if calls_interface(cls) or "mask" not in source or "ttention" not in cls.__name__:
         return False
     return "softmax(" in _class_source(cls)
-
-
-def obstacle(cls: type) -> str:
-    """Return why modules of the class cannot be linear; "" where the source says nothing against it."""
-    source = forward_source(cls)
-    return next((reason for pattern, reason in OBSTACLES.items() if re.search(pattern, source, re.DOTALL)), "")
 
 
 def argument_names(cls: type) -> tuple[tuple[str, ...], str | None]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
+from hf_linear_attn.integration.trial import TABLE
 from hf_linear_attn.utils.environment import environment, utc_now
 from tests.architectures.properties import FOR_TERMS
 
@@ -39,10 +41,11 @@ class TableWriter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            self.rows += [thinned(value) for name, value in report.user_properties if name == "architecture"]
+            self.rows += [value for name, value in report.user_properties if name == "architecture"]
 
     def pytest_sessionfinish(self) -> None:
-        write_table(self.rows, self.path)
+        write_architectures(self.rows, TABLE)
+        write_table([thinned(row) for row in self.rows], self.path)
 
 
 def thinned(row: Row) -> Row:
@@ -53,7 +56,8 @@ def thinned(row: Row) -> Row:
         checks.setdefault(check.partition(":")[0], []).append(name)
     row = {**row, "passed": len(checks.pop("passed", ())), "checks": checks}
     row["detail"] = re.split(r"\. (?=[A-Z])", row["detail"], maxsplit=1)[0]
-    left_out = ("", [], {}), ("level", "parameters", "seconds", *(["class_name"] if row["detail"] else []))
+    names = ("level", "parameters", "seconds", "architectures", *(["class_name"] if row["detail"] else []))
+    left_out = ("", [], {}), names
     return {name: value for name, value in row.items() if value not in left_out[0] and name not in left_out[1]}
 
 
@@ -64,6 +68,23 @@ def merged(rows: list[Row]) -> list[Row]:
         key = json.dumps({**row, "attention": None})
         results.setdefault(key, {**row, "attention": []})["attention"].append(row["attention"])
     return list(results.values())
+
+
+def write_architectures(rows: list[Row], path: Path) -> None:
+    """Write the names of what works into the table of the package, for the installed version of Transformers.
+
+    A window over the whole input must give the exact outputs, and no case may go wrong with the same layers.
+    """
+    sure = [row for row in rows if row["outcome"] == "works" and row["checks"]["whole window"] == "passed"]
+    names = {name for row in sure for name in row["architectures"]}
+    names -= {name for row in rows if row["outcome"] == "wrong" for name in row["architectures"]}
+    saved: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    table = {}
+    for name in sorted({*saved, *names}):
+        versions = {*saved.get(name, ())} - {transformers.__version__}
+        table[name] = sorted(versions | ({transformers.__version__} if name in names else set()))
+    lines = (f"{json.dumps(name)}: {json.dumps(versions)}" for name, versions in table.items() if versions)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def write_table(rows: list[Row], path: Path) -> None:

@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
+from hf_linear_attn.integration import trial
 from tests.architectures.models import cases_of
 from tests.architectures.properties import FOR_TERMS, UNBUILT, WORKS, WRONG, Result, examine
 
@@ -35,16 +37,16 @@ SAVED = Path(__file__).parents[2] / "recipes" / "results" / "architectures.json"
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="The cases run in forked processes.")
 
 
-def saved_outcomes() -> dict[str, str]:
-    """Case -> outcome in the committed table, if that was made with the installed Transformers."""
-    table = json.loads(SAVED.read_text(encoding="utf-8"))
-    if table["environment"]["versions"]["transformers"] != transformers.__version__:
-        return {}
-    first = {MECHANISMS[0], FOR_TERMS}
-    return {row["case"]: row["outcome"] for row in table["results"] if first & set(row["attention"])}
+SAVED_TABLE = json.loads(SAVED.read_text(encoding="utf-8"))
+#: Case -> its row in the committed table, which may be of another version of Transformers.
+SAVED_ROWS = {row["case"]: row for row in SAVED_TABLE["results"] if {MECHANISMS[0], FOR_TERMS} & set(row["attention"])}
+IS_SAME_VERSION = SAVED_TABLE["environment"]["versions"]["transformers"] == transformers.__version__
 
 
-SAVED_OUTCOMES = saved_outcomes()
+def lost_checks(result: Result, saved: dict[str, Any]) -> list[str]:
+    """The checks that a case passed when the committed table was made, and does not pass now."""
+    others = {name for names in saved.get("checks", {}).values() for name in names}
+    return [f"{name} {text}" for name, text in result.checks.items() if text != "passed" and name not in others]
 
 
 def examine_and_send(model_type: str, sender: Any) -> None:
@@ -57,7 +59,9 @@ def examine_and_send(model_type: str, sender: Any) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
         os.dup2(null, stream.fileno())
-    sender.send([result for case in cases_of(model_type) for result in examine(case, MECHANISMS)])
+    nothing_known = {"_table": lambda: frozenset(), "_verdict_file": lambda *_: None}
+    with mock.patch.multiple(trial, **nothing_known):
+        sender.send([result for case in cases_of(model_type) for result in examine(case, MECHANISMS)])
 
 
 def examine_isolated(model_type: str, target: Any = examine_and_send, seconds: float = MAX_SECONDS) -> list[Result]:
@@ -83,14 +87,19 @@ def examine_isolated(model_type: str, target: Any = examine_and_send, seconds: f
 @pytest.mark.architectures
 @pytest.mark.parametrize("model_type", CONFIG_MAPPING_NAMES)
 def test_architecture(model_type: str, request: pytest.FixtureRequest, record_property: Any) -> None:
-    if SAVED_OUTCOMES.get(model_type) == UNBUILT and not request.config.getoption("--architectures-table", None):
+    is_unbuilt = IS_SAME_VERSION and SAVED_ROWS.get(model_type, {}).get("outcome") == UNBUILT
+    if is_unbuilt and not request.config.getoption("--architectures-table", None):
         pytest.skip("The committed table says that it cannot be built tiny.")
     results = examine_isolated(model_type)
     for result in results:
         record_property("architecture", asdict(result))
-    bad = [result for result in results if result.outcome == WRONG]
-    bad += [result for result in results if result.outcome != WORKS and SAVED_OUTCOMES.get(result.case) == WORKS]
-    assert not bad, "\n".join(f"{result.case} with {result.attention}: {result.detail}" for result in bad)
+    bad = [f"{result.case} with {result.attention}: {result.detail}" for result in results if result.outcome == WRONG]
+    for result in results:
+        saved = SAVED_ROWS.get(result.case, {})
+        if saved.get("outcome") == WORKS and result.outcome != WRONG:
+            lost = lost_checks(result, saved) if result.outcome == WORKS else [result.detail]
+            bad += [f"{result.case} with {result.attention} worked before: {text}" for text in lost]
+    assert not bad, "\n".join(bad)
     if {result.outcome for result in results} == {UNBUILT}:
         pytest.skip(results[0].detail)
 

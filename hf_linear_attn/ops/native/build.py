@@ -128,10 +128,10 @@ def _cached_library(instructions: str) -> Path:
     settings = compiler(), _version(compiler()), instructions, FLAGS, _openmp(), _processor()
     contents = [(path.name, path.read_bytes()) for path in sources]
     digest = hashlib.sha256(repr((contents, settings)).encode()).hexdigest()[:16]
-    return _cache_folder() / f"kernels-{digest}.so"
+    return cache_folder() / f"kernels-{digest}.so"
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """Return `$HF_LINEAR_ATTN_CACHE`, else `hf_linear_attn` in the user's cache folder, created if needed.
 
     No one else may write there: its files are executed.
