@@ -78,11 +78,12 @@ def write_architectures(rows: list[Row], path: Path) -> None:
     sure = [row for row in rows if row["outcome"] == "works" and row["checks"]["whole window"] == "passed"]
     names = {name for row in sure for name in row["architectures"]}
     names -= {name for row in rows if row["outcome"] == "wrong" for name in row["architectures"]}
+    seen = {name for row in rows for name in row["architectures"]}
     saved: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
-    table = {}
+    table: dict[str, list[str]] = {}
     for name in sorted({*saved, *names}):
-        versions = {*saved.get(name, ())} - {transformers.__version__}
-        table[name] = sorted(versions | ({transformers.__version__} if name in names else set()))
+        others = {version for version in saved.get(name, ()) if version != transformers.__version__ or name not in seen}
+        table[name] = sorted(others | ({transformers.__version__} if name in names else set()))
     lines = (f"{json.dumps(name)}: {json.dumps(versions)}" for name, versions in table.items() if versions)
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 

@@ -45,21 +45,6 @@ EXPECTED: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
 }
 
-#: Classes that cannot be linear, and a part of the reason.
-OBSTACLES = [
-    ("t5", "T5Attention", "relative position bias"),
-    ("parakeet", "ParakeetEncoderAttention", "relative position bias"),
-    ("swin", "SwinAttention", "relative position bias"),
-    ("doge", "DogeAttention", "adds a bias to its logits"),
-    ("t5gemma2", "T5Gemma2MergedAttention", "in a single softmax"),
-    ("hrm_text", "HrmTextAttention", "runs several times on one input"),
-    ("zamba", "ZambaAttention", "runs several times on one input"),
-    ("zamba2", "Zamba2Attention", "runs several times on one input"),
-    ("diffllama", "DiffLlamaAttention", "computes attention twice"),
-    ("llama", "LlamaAttention", ""),
-    ("bert", "BertSelfAttention", ""),
-]
-
 
 def find_class(model_type: str, name: str) -> type:
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
@@ -88,13 +73,6 @@ def test_directions_of_layers_and_masks(model_type: str, name: str, direction: s
     assert source.replace('"', "'") == direction
     if masks:
         assert source_guards.own_masks(find_class(model_type, f"{name}Model")) == masks
-
-
-@pytest.mark.parametrize(("model_type", "name", "reason"), OBSTACLES)
-def test_obstacles(model_type: str, name: str, reason: str) -> None:
-    obstacle = source_guards.obstacle(find_class(model_type, name))
-    assert reason in obstacle
-    assert bool(reason) is bool(obstacle)
 
 
 FORMATTED = """
@@ -135,7 +113,6 @@ def test_layout_does_not_matter(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) 
         assert source_guards.calls_interface(cls)
         assert source_guards.passes_causal_argument(cls)
         assert source_guards.passes_keyword_arguments_on(cls)
-        assert "adds a bias" in source_guards.obstacle(cls)
     assert sources[0] == sources[1]
 
 
