@@ -319,9 +319,9 @@ def install(
     roots = roots or outermost_models(model)
     longest, positions = longest_input(model), positions or PositionChange()
     planned = choose_layers(model, config, roots[0])
+    mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
     if not is_loading:
         check_architecture(roots[0], [layer for layer, _ in planned.values()])
-    mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
     tensor_plan = tensor_parallel_plan(roots[0], planned, mechanisms)
     # From here on there are only assignments, which cannot fail half-way.
     unshare_configs(*roots)

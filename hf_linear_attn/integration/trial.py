@@ -35,7 +35,7 @@ from ..utils.files import atomic_write
 from ..utils.models import accepted, shared_copy
 from .cache_argument import cache_argument, output_cache, takes_cache
 from .context import SUBMODULE, is_patched
-from .discovery import AttentionLayer, config_value, find_attention
+from .discovery import AttentionLayer, find_attention
 from .install import build_mechanisms, choose_layers, install_layers, installed_layers, remove_layers
 from .models import base_class, parent_names
 
@@ -109,24 +109,16 @@ def _table() -> frozenset[str]:
 
 
 def architecture_name(layer: AttentionLayer, modules: dict[str, nn.Module]) -> str:
-    """Return the name of a layer's architecture in the table: the nearest model, the attention and its direction."""
+    """Return the name of a layer's architecture in the table: its nearest model, class, direction and terms."""
     around = base_class(type(modules[_models_around(layer.name, modules)[0]]))
     folder = around.__module__.split(".")[-2]
     direction = "causal" if layer.causal else "bidirectional"
-    return f"{folder} {around.__qualname__} {type(layer.module).__qualname__} {direction}"
+    return " ".join((folder, around.__qualname__, type(layer.module).__qualname__, direction, *layer.terms))
 
 
 def is_listed(layer: AttentionLayer, modules: dict[str, nn.Module]) -> bool:
-    """Return whether the table lists a layer's architecture, all of whose classes are Transformers' own.
-
-    Caps of logits and learned sinks are settings of classes that work without them.
-    """
-    has_setting = (
-        config_value(layer.module, "attn_logit_softcapping") or getattr(layer.module, "sinks", None) is not None
-    )
-    if has_setting or _is_foreign(layer, modules):
-        return False
-    return architecture_name(layer, modules) in _table()
+    """Return whether the table lists a layer's architecture, all of whose classes are Transformers' own."""
+    return not _is_foreign(layer, modules) and architecture_name(layer, modules) in _table()
 
 
 def _is_foreign(layer: AttentionLayer, modules: dict[str, nn.Module]) -> bool:
@@ -176,8 +168,8 @@ def _verdict_file(root: PreTrainedModel, names: Sequence[str]) -> Path | None:
         folder = cache_folder()
     except (OSError, TypeError, BuildError):  # A class of a notebook is in no file, and may be another one tomorrow.
         return None
-    for config in {id(modules[name].config): modules[name].config for name in names}.values():
-        parts.append(repr(_switches(config)))
+    for name in sorted({_models_around(name, modules)[0] for name in names}):
+        parts.append(repr(_switches(modules[name].config)))
     return folder / "trials" / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.json"
 
 
