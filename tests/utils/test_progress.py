@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from hf_linear_attn.utils.progress import ConsoleProgress, LineProgress, report_batches
+from hf_linear_attn.utils.progress import ConsoleProgress, LineProgress
 
 
 @pytest.mark.parametrize("width", range(40, 121, 8))
@@ -45,10 +45,3 @@ def test_an_error_ends_what_is_being_done() -> None:
     with pytest.raises(ValueError, match="in between, while measuring speed"), progress.working("measuring speed"):
         raise ValueError(f"in between, {progress.doing}")
     assert progress.doing == "between two stages"
-
-
-def test_rows_are_counted_in_batches() -> None:
-    reports: list[tuple[int, int]] = []
-    batches = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}]
-    assert list(report_batches(batches, lambda done, total: reports.append((done, total)))) == batches
-    assert reports == [(0, 5), (3, 5)]
