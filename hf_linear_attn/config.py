@@ -90,12 +90,13 @@ class LayerConfig:
             raise ValueError(f"exact_heads={list(self.exact_heads)}: every head of a 'softmax' layer is exact.")
 
     def build_options(self) -> tuple[Any, CacheDtype]:
-        """Return the options of the mechanism, and the `cache_dtype` of exact heads where it has no such option."""
+        """Return the options of the mechanism, and the `cache_dtype` of exact heads, which it may have as an option."""
         entry, values = ATTENTIONS.get(self.attention), dict(self.options)
-        cache_dtype: CacheDtype = "auto"
-        if self.exact_heads and not any(option.name == "cache_dtype" for option in fields(entry.options)):
-            cache_dtype = values.pop("cache_dtype", cache_dtype)
-            check_argument("cache_dtype", cache_dtype, CacheDtype)
+        if any(option.name == "cache_dtype" for option in fields(entry.options)):
+            options = build_options(entry, values)
+            return options, options.cache_dtype
+        cache_dtype: CacheDtype = values.pop("cache_dtype", "auto") if self.exact_heads else "auto"
+        check_argument("cache_dtype", cache_dtype, CacheDtype)
         return build_options(entry, values), cache_dtype
 
     @property

@@ -42,7 +42,7 @@ class HeadMixture(LinearAttention):
         entry, options: The mechanism of the other heads.
         exact_heads: The indices of the exact key-value heads. With grouped queries each stands for all query heads that
             share it.
-        cache_dtype: How the exact heads' keys and values are stored, where the mechanism has no such option.
+        cache_dtype: How the exact heads' keys and values are stored.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HeadMixture(LinearAttention):
         super().__init__(shape, mechanism.options)
         self.mechanism = mechanism
         self.exact_heads = tuple(sorted(chosen))
-        self.cache_dtype: CacheDtype = getattr(self.options, "cache_dtype", cache_dtype)
+        self.cache_dtype = cache_dtype
         names = (
             "dense_masks",
             "served_terms",
