@@ -105,6 +105,11 @@ class LinearStateLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys and values; the attention function takes this layer and advances its state."""
+        if not self._expects_update and forward_context.runs:
+            raise ValueError(
+                "Cross-attention would write the keys of the encoder into the cache of self-attention. Pass the model "
+                "EncoderDecoderCache(DynamicCache(), DynamicCache()), or no cache: it makes its own."
+            )
         if not self._expects_update:
             raise RuntimeError(
                 "This cache belongs to a model with linear attention, and was given to one without. "

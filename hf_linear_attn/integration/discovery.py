@@ -78,7 +78,7 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             against = None if stated else _masks_against_flag(module, causal, around)
             if against is not None and not getattr(around, "_supports_sdpa", False):
                 causal, against = against, None  # Its only implementation, eager attention, reads masks only.
-            found = AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal, bool(against))
+            found = AttentionLayer(name, module, cross, _span(module, around), _obstacle(module), causal, bool(against))
             terms = () if cross else tuple(_terms(module))
             layers.append(replace(found, terms=terms, around=around))
     return layers
@@ -243,11 +243,16 @@ def _first_size(values: Iterable[object]) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _span(module: nn.Module) -> str:
+def _span(module: nn.Module, model: nn.Module) -> str:
+    """Return "full", or what part of the sequence a module attends to, in the model that makes its masks."""
     types, index = config_value(module, "layer_types"), getattr(module, "layer_idx", None)
     if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
         return "full" if types[index] == "full_attention" else f"layer type {types[index]!r}"
-    window = getattr(module, "sliding_window", config_value(module, "sliding_window"))
+    window = getattr(module, "sliding_window", None)
+    if not hasattr(module, "sliding_window") and any(
+        map(source_guards.names_sliding_window, (type(module), type(model)))
+    ):
+        window = config_value(module, "sliding_window")
     if isinstance(window, int) and window > 0 and config_value(module, "use_sliding_window", True):
         return f"sliding window of {window}"
     return "full"

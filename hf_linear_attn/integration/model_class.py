@@ -8,6 +8,7 @@ linear attention before the weights are read, so every option of `from_pretraine
 import copy
 import functools
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,7 @@ from .install import build_mechanisms, choose_layers, install_layers, installed_
 from .models import (
     ORIGINAL_CLASS,
     base_class,
+    checkpoints_gradients,
     models_around,
     outermost_models,
     unshare_configs,
@@ -87,6 +89,9 @@ PATCHED_NAME = (
     "the base from where it was saved with hf_linear_attn.load_pretrained(path), or patch it again in the same way, "
     "and call PeftModel.from_pretrained(base, adapter)"
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 class MismatchedSizesError(ValueError, RuntimeError):
@@ -203,6 +208,12 @@ class LinearAttentionModelMixin:
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        if prepared[0].use_cache and checkpoints_gradients(self):  # type: ignore[arg-type]
+            logger.warning_once(  # type: ignore[attr-defined]
+                f"This {type(self).__name__} is in training mode with gradient checkpointing, which keeps a cache from "
+                "its layers. It generates without one, which is slow: call model.eval() before generate()."
+            )
+            prepared[0].use_cache = False
         if prepared[0].output_attentions:
             # For timestamps of tokens Whisper has set eager attention, which returns weights. So does ours.
             for module in self.modules():  # type: ignore[attr-defined]

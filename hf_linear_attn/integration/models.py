@@ -45,6 +45,11 @@ def adapter_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, part) for name, part in model.named_modules() if hasattr(type(part), "adapter_layer_names"))
 
 
+def checkpoints_gradients(model: nn.Module) -> bool:
+    """Return whether a model in training mode runs some of its layers with gradient checkpointing."""
+    return model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
 def check_patched(model: PreTrainedModel) -> None:
     """Raise a TypeError or ValueError unless it is a patched model."""
     check_model(model)

@@ -21,7 +21,7 @@ from . import source_guards
 from .cache import FILLED_CACHE, replace_static_layers, self_attention_cache
 from .context import InterfaceCall, ModelRun, forward_context, is_patched, layer_context
 from .discovery import AttentionLayer
-from .models import model_around, parent_names
+from .models import checkpoints_gradients, model_around, parent_names
 from .positions import check_positions, find_tables
 
 #: The argument with the boundaries: `[n + 1]`, the first token of each document and the end.
@@ -263,11 +263,11 @@ def _check_cache_and_length(
     seen = 0 if cache is None else int(cache.get_seq_length())
     if seen and context.restarting_mixer and tokens is not None and tokens.shape[1] > 1:
         raise NotImplementedError(STATE_LOST.format(context.restarting_mixer, tokens.shape[1]))
-    if seen and module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
+    if seen and checkpoints_gradients(module):
         raise ValueError(
-            f"Gradient checkpointing keeps the cache from the layers of {type(module).__name__}, and with it the "
-            f"{seen} tokens that it holds (PEFT's prefix tuning makes such a cache). Call "
-            "model.gradient_checkpointing_disable(), or pass no cache."
+            f"Gradient checkpointing keeps the cache from the layers of {type(module).__name__} in training mode, and "
+            f"with it the {seen} tokens that it holds. Call model.eval() or model.gradient_checkpointing_disable(), or "
+            "pass no cache (PEFT's prefix tuning makes one)."
         )
     if tokens is not None and context.position_tables:
         check_positions(module, context.position_tables, inputs, seen + tokens.shape[1])

@@ -80,6 +80,15 @@ def computes_softmax_from_mask(cls: type) -> bool:
     return "softmax(" in _class_source(cls)
 
 
+@functools.cache
+def names_sliding_window(cls: type) -> bool:
+    """Return whether the source of a class names a sliding window: elsewhere one in the config changes nothing."""
+    try:
+        return "sliding_window" in inspect.getsource(cls)
+    except (OSError, TypeError):
+        return True
+
+
 def argument_names(cls: type) -> tuple[tuple[str, ...], str | None]:
     """Return the names of the arguments of a class's `forward`, and that of its `**kwargs` or None."""
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]  # type: ignore[attr-defined]

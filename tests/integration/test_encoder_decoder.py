@@ -5,6 +5,8 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    DynamicCache,
+    EncoderDecoderCache,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -142,6 +144,19 @@ def test_padding_of_the_encoder_does_not_matter():
 
 def test_serving_is_declared():
     assert all(serves(ATTENTIONS.get(name), causal) for name in BOTH for causal in (False, True))
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+def test_a_cache_for_self_attention_alone_is_refused():
+    """That of cross-attention would come into it, as in the exact model, whose outputs are wrong then."""
+    model = hla.patch_model(bart(), "hedgehog")
+    inputs = {"input_ids": token_ids(2, 15), "decoder_input_ids": token_ids(2, 8, seed=1)}
+    with pytest.raises(ValueError, match=r"Pass the model EncoderDecoderCache\(DynamicCache\(\), DynamicCache\(\)\)"):
+        model(**inputs, past_key_values=DynamicCache(), use_cache=True)
+    with torch.no_grad():
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        cached = model(**inputs, past_key_values=cache, use_cache=True).logits
+        assert_close(cached, model(**inputs, use_cache=False).logits)
 
 
 @pytest.fixture

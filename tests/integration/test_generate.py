@@ -1,5 +1,8 @@
 """generate() in every mode: the tokens are those of use_cache=False."""
 
+import copy
+import logging
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel, StaticCache
@@ -10,7 +13,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.integration.cache_argument import cache_argument
 from tests.cases import every_pair
 from tests.comparing import NEW, assert_close, generate, logits
-from tests.inputs import padded_batch, token_ids
+from tests.inputs import padded_batch, padding_mask, token_ids
 from tests.small import patched
 from tests.tiny_models import DECODERS, LLAMA, tiny_model
 
@@ -223,3 +226,31 @@ def test_a_long_generation_does_not_drift():
         output_logits=True,
     )
     assert_close(torch.stack(out.logits, dim=1), logits(model, out.sequences)[:, 3:-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("plan", ["hedgehog", {"default": "hedgehog", "0": "softmax"}], ids=["linear", "mixture"])
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_in_training_mode_with_gradient_checkpointing(plan, family, caplog):
+    """Layers of some models lose the cache then, and Transformers would go on from the last token alone."""
+    model, mask = hla.patch_model(family.build(), plan), padding_mask([14, 9], 14, "left").long()
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(token_ids(2, 14), **settings)
+    model.gradient_checkpointing_enable()
+    logging.Logger.warning_once.cache_clear()
+    actual = model.train().generate(token_ids(2, 14), **settings)
+    assert torch.equal(actual, expected)
+    assert "call model.eval() before generate()" in caplog.text
+
+
+def test_a_sliding_window_of_the_config_that_attention_ignores():
+    """Llama's attention is full whatever its config says, and so is that of a patched one."""
+    model = tiny_model("llama", sliding_window=4)
+    exact, without = logits(model, token_ids(2, 14), use_cache=False), copy.deepcopy(model)
+    without.config.sliding_window = None
+    assert torch.equal(logits(without, token_ids(2, 14), use_cache=False), exact)
+    hla.patch_model(model, "window")  # of 64 tokens
+    assert_close(logits(model, token_ids(2, 14)), exact)
+    assert torch.equal(generate(model, token_ids(2, 14)), generate(model, token_ids(2, 14), use_cache=False))
+    with pytest.raises(ValueError, match=r"sliding window of 4"):
+        hla.patch_model(tiny_model("mistral", sliding_window=4), "window")
