@@ -36,10 +36,18 @@ from .context import forward_context
 Replay = Callable[[AttentionInputs], State | None]
 """Computes the state after a call again."""
 
+NO_KEYS = (
+    "A layer of linear attention keeps a state in its cache, no keys and values of single tokens. What asks for them "
+    "(a compression of the cache, such as kvpress) is for exact attention: call unpatch_model(model), or leave it out."
+)
 FILLED_CACHE = (
     "Packed documents (position_ids that begin again, or cu_seq_lens_q) cannot be combined with a cache that holds "
     "tokens: which document would be continued? Pass use_cache=False, or generate from padded rows."
 )
+
+
+class NoKeysError(NotImplementedError, AttributeError):
+    """Keys or values were asked for where there is a state: an attribute that the layer does not have."""
 
 
 class LinearStateLayer(CacheLayerMixin):
@@ -80,6 +88,18 @@ class LinearStateLayer(CacheLayerMixin):
         self._replay: Replay | None = None
 
     @property
+    def keys(self) -> Tensor:
+        """Raise a NoKeysError: hooks that compress or move the keys and values of a cache ask for them."""
+        raise NoKeysError(NO_KEYS)
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        if keys is not None:  # by the constructor of all cache layers
+            raise NoKeysError(NO_KEYS)
+
+    values = keys
+
+    @property
     def tokens(self) -> int:
         return self._counter.shape[1] - 1
 
@@ -89,8 +109,6 @@ class LinearStateLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Some models look at the size of keys and values.
-        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
         self.is_initialized = True
 
     def expect_update(self, packed: bool = False) -> None:

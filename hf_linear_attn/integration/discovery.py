@@ -249,9 +249,8 @@ def _span(module: nn.Module, model: nn.Module) -> str:
     if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
         return "full" if types[index] == "full_attention" else f"layer type {types[index]!r}"
     window = getattr(module, "sliding_window", None)
-    if not hasattr(module, "sliding_window") and any(
-        map(source_guards.names_sliding_window, (type(module), type(model)))
-    ):
+    classes: list[Any] = [type(module), type(model)]
+    if not hasattr(module, "sliding_window") and any(source_guards.names_sliding_window(cls) for cls in classes):
         window = config_value(module, "sliding_window")
     if isinstance(window, int) and window > 0 and config_value(module, "use_sliding_window", True):
         return f"sliding window of {window}"

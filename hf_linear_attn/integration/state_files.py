@@ -57,7 +57,11 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
         if isinstance(layer, LinearStateLayer) != (index in linear) or state is None:
             raise ValueError(f"save_state: layer {index} of the cache was not filled by this {type(model).__name__}.")
         tokens[index] = int(layer.get_seq_length())
-        for name, tensor in {"keys": layer.keys, "values": layer.values, **state}.items():
+        if isinstance(layer, LinearStateLayer):
+            keys = values = torch.empty(0, dtype=layer.dtype)
+        else:
+            keys, values = layer.keys, layer.values
+        for name, tensor in {"keys": keys, "values": values, **state}.items():
             tensors[f"{index}.{name}"] = tensor.detach().clone(memory_format=torch.contiguous_format)
         if isinstance(layer, LinearStateLayer) and (mask := layer.seen[1]) is not None:  # that of all layers
             tensors["mask"] = mask.detach().bool().contiguous()

@@ -402,3 +402,25 @@ def test_a_cache_of_other_rows_is_refused(name, family):
         model(token_ids(3, 1), **cache_argument(model, cache))
     cache.batch_repeat_interleave(3)
     model(token_ids(3, 1), **cache_argument(model, cache))
+
+
+def test_hooks_that_compress_keys_and_values_are_told_that_there_are_none():
+    """What kvpress does after each attention module: read the keys of its layer of the cache, and write fewer."""
+    model, cache = patched("hedgehog", LLAMA), DynamicCache()
+
+    def compress(module, args, kwargs, output):
+        layer = cache.layers[module.layer_idx]
+        layer.keys, layer.values = (tensor[:, :, ::2] for tensor in (layer.keys, layer.values))
+
+    hook = model.model.layers[1].self_attn.register_forward_hook(compress, with_kwargs=True)
+    with pytest.raises(NotImplementedError, match=r"such as kvpress\).*call unpatch_model\(model\)"):
+        model(token_ids(), **cache_argument(model, cache))
+    with pytest.raises(NotImplementedError, match="no keys and values of single tokens"):
+        cache.layers[1].values = torch.zeros(1, 2, 3, 4)
+    assert not hasattr(cache.layers[1], "keys")
+    hook.remove()
+    hla.unpatch_model(model)
+    cache = DynamicCache()
+    model.model.layers[1].self_attn.register_forward_hook(compress, with_kwargs=True)
+    model(token_ids(), **cache_argument(model, cache))
+    assert cache.layers[1].keys.shape[2] == -(-cache.layers[0].keys.shape[2] // 2)
