@@ -11,8 +11,6 @@ from transformers import (
     BertModel,
     BloomConfig,
     BloomForCausalLM,
-    DebertaV2Config,
-    DebertaV2Model,
     MistralConfig,
     MistralForCausalLM,
     SiglipTextConfig,
@@ -253,11 +251,6 @@ def test_only_models_of_transformers(function, make, message):
         function(make())
 
 
-def deberta():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
-    return DebertaV2Model(DebertaV2Config(vocab_size=61, **sizes)).eval()
-
-
 def bloom():
     return BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)).eval()
 
@@ -269,11 +262,10 @@ def t5():
 @pytest.mark.parametrize(
     ("build", "inputs", "message"),
     [
-        (deberta, {}, "DebertaV2Model.*ALL_ATTENTION_FUNCTIONS.*BERT, RoBERTa, GPT-2"),
         (bloom, {}, "BloomForCausalLM.*ALL_ATTENTION_FUNCTIONS.*BERT, RoBERTa, GPT-2"),
         (t5, {"decoder_input_ids": token_ids(2, 4)}, "T5"),
     ],
-    ids=["deberta-v2", "bloom", "t5"],
+    ids=["bloom", "t5"],
 )
 def test_architectures_that_cannot_be_served(build, inputs, message):
     model = build().eval()

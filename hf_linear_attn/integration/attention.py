@@ -109,7 +109,8 @@ def terms_of(context: LayerContext, kwargs: dict[str, Any]) -> Terms | None:
     if context.causal is None:
         return None
     bias = kwargs.get("position_bias")
-    values = kwargs.get("s_aux"), kwargs.get("softcap") or None, None if bias is None else bias[0, :, 0]
+    bias = None if bias is None else bias[0, :, 0]
+    values = kwargs.get("s_aux"), kwargs.get("softcap") or None, bias, kwargs.get("disentangled")
     return None if all(value is None for value in values) else Terms(*values)
 
 

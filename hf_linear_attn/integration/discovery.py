@@ -267,7 +267,7 @@ def softcap_of(module: nn.Module) -> float | None:
 
 def _terms(module: nn.Module) -> Iterator[str]:
     if (adapter := adapter_of(module)) is not None:
-        yield from adapter.terms
+        yield from adapter.terms_of(module)
     if getattr(module, "sinks", None) is not None and source_guards.passes_sinks(type(module)):
         yield "sink"
     if softcap_of(module):
@@ -276,6 +276,8 @@ def _terms(module: nn.Module) -> Iterator[str]:
 
 def _obstacle(module: nn.Module) -> str:
     """Return why a module cannot be linear by its flags, which others of its class do not have; or ""."""
+    if (adapter := adapter_of(module)) is not None:
+        return adapter.obstacle(module)
     stores = getattr(module, "store_full_length_kv", False) and config_value(module, "num_kv_shared_layers", 1)
     if stores or getattr(module, "is_kv_shared_layer", False):
         return "shares its keys and values with other layers, and a state does not keep them"

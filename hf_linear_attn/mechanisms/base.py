@@ -14,7 +14,12 @@ from ..ops.common import State, compute_dtype
 from ..registry import ATTENTIONS, AttentionEntry
 
 #: The terms that a model may add to its logits, by the names of `ops.terms.Terms`, as messages name them.
-TERM_NAMES = {"sink": "attention sinks", "softcap": "a cap of the logits", "bias": "a relative position bias"}
+TERM_NAMES = {
+    "sink": "attention sinks",
+    "softcap": "a cap of the logits",
+    "bias": "a relative position bias",
+    "relative": "disentangled positions",
+}
 EVERY_TERM = frozenset(TERM_NAMES)
 
 

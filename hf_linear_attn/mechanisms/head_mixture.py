@@ -1,6 +1,6 @@
 """Exact attention for some key-value heads of a layer, a linear mechanism for the others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +73,6 @@ class HeadMixture(LinearAttention):
         self.cache_dtype = cache_dtype
         names = (
             "dense_masks",
-            "served_terms",
             "distribution",
             "separable_queries",
             "sampled_outputs",
@@ -95,6 +94,9 @@ class HeadMixture(LinearAttention):
         others = [head for head in range(self.shape.num_key_value_heads) if head not in self.exact_heads]
         after = prepare_with_exact(self, inputs, linear_after, exact_after, (others, list(self.exact_heads)))
         return self._join(linear, exact), after
+
+    def check_terms(self, names: Iterable[str], label: str = "This layer") -> None:
+        self.mechanism.check_terms(names, label)
 
     def dense_forward(self, inputs: AttentionInputs) -> Tensor:
         linear, exact = self._split_inputs(inputs)

@@ -9,6 +9,7 @@ and b is constant on either side beyond its last distance: sums over far keys ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .common import compute_dtype, softmax_rows
+from .disentangled import Disentangled
 
 #: Queries whose explicit weights are in memory at a time.
 QUERY_BLOCK = 256
@@ -30,23 +32,28 @@ class Terms:
         sink: s `[H]`, a logit without a key: an attention sink (gpt-oss).
         softcap: cap, the bound of all logits (Gemma 2).
         bias: b `[H, 2 D + 1]` for the distances i - j from -D to D, constant beyond them (T5).
+        relative: Vectors for each distance that queries and keys are multiplied by (DeBERTa).
     """
 
     sink: Tensor | None = None
     softcap: float | None = None
     bias: Tensor | None = None
+    relative: Disentangled | None = None
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Terms:
         """Apply a function to the tensors, whose first dimension is that of the query heads."""
         changes: dict[str, Any] = {}
         for name in self.names():
             value = getattr(self, name)
+            if isinstance(value, Disentangled):
+                value = value.apply(function)
             changes[name] = function(value) if isinstance(value, Tensor) else value
         return Terms(**changes)
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over the tensors that there are."""
-        return (value for name in self.names() if isinstance(value := getattr(self, name), Tensor))
+        tables = () if self.relative is None else self.relative.tensors()
+        return itertools.chain((value for value in (self.sink, self.bias) if value is not None), tables)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the terms that there are."""
@@ -110,6 +117,8 @@ def weights_with_terms(
     if terms is None:
         return softmax_rows(logits, allowed)
     logits = terms.applied(logits, distance)
+    if terms.relative is not None and distance is not None:
+        logits = logits + terms.relative.pairs(query.to(dtype) * scaling, keys, distance)
     if terms.sink is None:
         return softmax_rows(logits, allowed)
     column = terms.sink.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
@@ -132,7 +141,8 @@ def attend_with_terms(
         query.shape[2],
         value.to(compute_dtype(value)).repeat_interleave(query.shape[1] // value.shape[1], 1),
     )
-    size = length if torch.compiler.is_compiling() else QUERY_BLOCK
+    whole = torch.compiler.is_compiling() or terms.relative is not None  # whose products with keys serve all queries
+    size = length if whole else QUERY_BLOCK
     blocks = []
     for start in range(0, length, size) if isinstance(length, int) else (0,):
         rows = slice(start, start + size)

@@ -19,7 +19,7 @@ added up from the beginning (and from the end) and never subtracted, so that no 
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ from .common import (
     weighted_mean,
     with_ones,
 )
+from .disentangled import one_side, shifted
 from .int8 import append, to_dtype
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
@@ -78,6 +79,17 @@ def capped_products(rows: Tensor, key: Tensor, terms: Terms | None) -> Tensor:
         return rows @ key.transpose(-1, -2)
     logits = terms.capped(rows[..., :-1] @ key[..., :-1].transpose(-1, -2))
     return logits + key[..., -1].unsqueeze(-2)
+
+
+def with_sides(call: WindowedCall) -> WindowedCall:
+    """Return a call whose features are doubled, for keys on either side, where a term distinguishes them."""
+    if call.terms is None or call.terms.relative is None:
+        return call
+    if call.causal or is_free(call.query.shape[2]):
+        raise NotImplementedError("Disentangled attention is for encoders, and no graph of a free length has it.")
+    side = partial(call.terms.relative.sided, window=call.window, scaling=call.scaling)
+    query_features, key_features = side(call.query_features, keys=False), side(call.key_features, keys=True)
+    return call.replace(query_features=query_features, key_features=key_features)
 
 
 def head_rows(tensor: Tensor, groups: int) -> Tensor:
@@ -254,6 +266,8 @@ class _Part(NamedTuple):
 
     bias: Tensor | None
     outside: Tensor | None
+    #: How far the first row is behind the first key.
+    offset: int
 
 
 class _Blocks(NamedTuple):
@@ -269,7 +283,10 @@ class _Blocks(NamedTuple):
         """Return some of the blocks as columns of as many blocks of rows."""
         logits = capped_products(rows.query, self.key[now], terms)
         logits = logits if part.bias is None else logits + part.bias
-        return Columns(logits, None if part.outside is None else self.features.apply(lambda x: x[now]), part.outside)
+        features = None if part.outside is None else self.features.apply(lambda x: x[now])
+        if features is not None and terms is not None and terms.relative is not None:
+            features = features._replace(values=one_side(features.values, 0 if part.offset > 0 else 1))
+        return Columns(logits, features, part.outside)
 
     def joined(self, near: Sequence[slice]) -> "_Blocks":
         """Return blocks of which each has the keys of all neighbours of a block of rows."""
@@ -300,7 +317,7 @@ def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: in
             groups, all_inside = call.key.shape[1], False
             bias = bias + head_rows(terms.by_distance(near).to(dtype), groups)
             factor = factor * head_rows(terms.outside(near).to(dtype), groups)
-        parts.append(_Part(None if all_inside else bias, factor if any_outside else None))
+        parts.append(_Part(None if all_inside else bias, factor if any_outside else None, offset))
     return parts
 
 
@@ -412,6 +429,8 @@ class _BlockedCall:
             keys, near = keys.joined(near), [slice(None)]
         terms, parts = self.call.terms, zip(near, self.parts, strict=True)
         pairs = [(keys.columns(rows, now, part, terms), keys.value[now]) for now, part in parts]
+        if terms is not None and terms.relative is not None:
+            pairs = self._with_distances(rows, keys, near, pairs)
         if self.sinks is not None:
             pairs.append(_sink_columns(self.sinks, rows, start * self.size, self.call))
         if terms is not None and terms.sink is not None:
@@ -421,6 +440,25 @@ class _BlockedCall:
         for weight, value in zip(weights, values, strict=True):
             total = total + weight @ value
         return weighted_mean(total).to(self.call.value.dtype)
+
+    def _with_distances(
+        self, rows: QueryRows, keys: _Blocks, near: list[slice], pairs: list[tuple[Columns, Tensor]]
+    ) -> list[tuple[Columns, Tensor]]:
+        """Add the products with the vectors of distances (`ops.disentangled`) to the logits in the window."""
+        assert self.call.terms is not None
+        assert self.call.terms.relative is not None
+        window, size = self.call.window, self.size
+        query, key = rows.query[..., :-1], keys.key[..., :-1]
+        of_queries, of_keys = self.call.terms.relative.near(query, key, window)
+        for index, (now, part) in enumerate(zip(near, self.parts, strict=True)):
+            columns, value = pairs[index]
+            logits = columns.logits
+            if of_queries is not None:
+                logits = logits + shifted(of_queries, window, window - 1 - part.offset, size)
+            if of_keys is not None:
+                logits = logits + shifted(of_keys[now], window, window - 1 + part.offset, size).transpose(-1, -2)
+            pairs[index] = columns._replace(logits=logits), value
+        return pairs
 
     def later_states(self) -> list[KVState]:
         """Return, for each group, the sums of all keys after the neighbours of its last block of rows."""
@@ -451,6 +489,12 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
     if call.terms is not None and call.terms.bias is not None:
         bias = call.terms.by_distance(sinks.distance(numbers)).to(logits.dtype)  # [B, n, H, c, s]
         logits = logits + head_rows(bias, call.key.shape[1]).movedim(1, 0)
+    if call.terms is not None and call.terms.relative is not None:
+        query = rows.query[..., :-1].movedim(0, 2)
+        added = call.terms.relative.pairs(
+            query.flatten(2, 3), sinks.key.to(query.dtype), sinks.distance(numbers).flatten(1, 2)
+        )
+        logits = logits + added.unflatten(2, (count, size)).movedim(2, 0)
     return Columns(logits.masked_fill(hidden, float("-inf"))), with_ones(sinks.value.to(rows.query.dtype))
 
 
@@ -495,7 +539,7 @@ def windowed_bidirectional(call: WindowedCall, sinks: Sinks | None) -> Tensor:
     valid = far = torch.ones_like(positions, dtype=torch.bool).unsqueeze(0) if call.mask is None else call.mask
     if sinks is not None:
         far = far & ~(sinks.position.unsqueeze(-1) == positions).any(dim=1)
-    masked = call.replace(query=mask_tokens(call.query, call.mask))
+    masked = with_sides(call.replace(query=mask_tokens(call.query, call.mask)))
     blocked = _BlockedCall(masked, valid, far, sinks)
     carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
     for start, later in zip(blocked.starts, blocked.later_states(), strict=True):
@@ -505,6 +549,9 @@ def windowed_bidirectional(call: WindowedCall, sinks: Sinks | None) -> Tensor:
         behind = behind.apply(lambda x: x.flip(0))
         if call.terms is not None and call.terms.bias is not None:
             behind = behind._replace(total=behind.total * call.terms.behind[:, None, None].to(behind.total.dtype))
+        if call.terms is not None and call.terms.relative is not None:
+            before = before._replace(total=one_side(before.total, 0, dim=-2))
+            behind = behind._replace(total=one_side(behind.total, 1, dim=-2))
         far_state = before.plus(behind)
         parts.append(blocked.attend(start, blocked.rows(start), keys, far_state))
     return blocked.join(parts)
@@ -614,6 +661,7 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         allowed: `[B | 1, H | 1, L, S]`, which keys are visible at all.
         start: The position of the first query (None: the queries are the last of the keys).
     """
+    call = with_sides(call)
     query, key, log_mix, terms = call.query, call.key, far_mix(call), call.terms
     batch, groups = key.shape[:2]
     rows = make_query_rows(query, call.query_features, 0, groups, call.scaling, log_mix)
@@ -630,8 +678,19 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         distance = distances(query.shape[2], key.shape[2], start, key.device)
         logits = logits + head_rows(terms.by_distance(distance).to(logits.dtype), groups)
         outside = outside * head_rows(terms.outside(distance).to(logits.dtype), groups)
-    columns = [Columns(logits.masked_fill(~exact, float("-inf")), call.key_features(key, 0), outside)]
+    features = call.key_features(key, 0)
+    if terms is not None and terms.relative is not None:
+        distance = distances(query.shape[2], key.shape[2], start, key.device)
+        logits = logits + terms.relative.pairs(rows.query[..., :-1], key, distance)
+        behind = features._replace(values=one_side(features.values, 1))
+        other = Columns(torch.full_like(logits, float("-inf")), behind, outside * (distance < 0))
+        outside, features = outside * (distance > 0), features._replace(values=one_side(features.values, 0))
+    columns = [Columns(logits.masked_fill(~exact, float("-inf")), features, outside)]
     if terms is not None and terms.sink is not None:
         columns.append(_keyless_column(terms.sink, rows, key)[0])
-    weights = torch.cat(row_weights(rows.features, columns)[0], dim=-1).view(*query.shape[:3], -1)
-    return divide(weights[..., : key.shape[2]], weights.sum(dim=-1))
+    if terms is not None and terms.relative is not None:
+        columns.append(other)
+    parts = [part.reshape(*query.shape[:3], -1) for part in row_weights(rows.features, columns)[0]]
+    total = torch.cat(parts, dim=-1).sum(dim=-1)
+    keyed = [part for part in parts if part.shape[-1] == key.shape[2]]
+    return divide(torch.stack(keyed).sum(dim=0), total)

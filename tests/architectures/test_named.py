@@ -45,8 +45,6 @@ def test_named_architectures_keep_every_promise(case):
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("deberta-v2", "outside Transformers' attention interface.*It would need its attention to call ALL_ATTENTION"),
-        ("mpnet", "outside Transformers' attention interface.*It would need"),
         ("bloom", "outside Transformers' attention interface.*It would need"),
         ("falcon", "outside Transformers' attention interface.*It would need"),
         ("mistral", r"Left exact: 0 \(sliding window of 4\).*if the config says so before.*sliding_window=None"),

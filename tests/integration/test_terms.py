@@ -7,7 +7,16 @@ import copy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForSeq2SeqLM, PretrainedConfig, T5Config, T5EncoderModel
+from transformers import (
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    DebertaV2Model,
+    PretrainedConfig,
+    T5Config,
+    T5EncoderModel,
+)
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.adapters.base import last_bucket
@@ -22,7 +31,8 @@ from tests.slow_cases import slow
 SINKS = ("gpt_oss", *slow("granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash"))
 CAPS = ("gemma2", *slow("vaultgemma", "t5gemma"))
 BIASES = ("t5", "mpnet", *slow("mt5", "umt5", "switch_transformers", "pop2piano", "longt5"))
-EVERY = pytest.mark.parametrize("model_type", [*SINKS, *CAPS, *BIASES])
+DISENTANGLED = ("deberta-v2", "deberta", "sew-d")
+EVERY = pytest.mark.parametrize("model_type", [*SINKS, *CAPS, *BIASES, *DISENTANGLED[:2]])
 DECODERS = pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", *slow("flint", "vaultgemma")])
 WHOLE = {"window_size": 128}
 
@@ -32,6 +42,12 @@ SMALL_TERMS = {
     "attn_logit_softcapping": 0.5,
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 8,
+    "relative_attention": True,
+    "pos_att_type": ["c2p", "p2c"],
+    "position_buckets": 16,
+    "max_relative_positions": 40,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
 }
 
 
@@ -49,14 +65,14 @@ def build(model_type):
     enlarge_weights(model)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if name.endswith(("sinks", "relative_attention_bias.weight")):
+        if name.endswith(("sinks", "relative_attention_bias.weight", "rel_embeddings.weight")):
             parameter.data = torch.randn(parameter.shape, generator=generator) + 1
     return model
 
 
 def inputs_of(model):
     """Inputs that are longer than what is exact in a narrow window, without a cache."""
-    if model.config.model_type == "mpnet":  # whose bias ends at a distance of 91
+    if model.config.model_type in ("mpnet", *DISENTANGLED):  # whose windows are at least 91 or 32 wide
         return {"input_ids": tokens(120)}
     return {**find_inputs(model), "use_cache": False}
 
@@ -81,6 +97,8 @@ def without_terms(model):
     for name, parameter in bare.named_parameters():
         if name.endswith("relative_attention_bias.weight"):
             parameter.data.zero_()
+        if name.endswith("rel_embeddings.weight"):
+            parameter.data.fill_(1.0)
     return bare
 
 
@@ -357,7 +375,81 @@ def test_mpnet_outside_of_its_window_is_the_definition_with_the_bias_of_the_pape
         torch.testing.assert_close(actual, expected.transpose(1, 2)[rows].float(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["t5", "umt5", "mpnet"])
+@pytest.mark.parametrize("share_att_key", [True, False])
+@pytest.mark.parametrize("pos_att_type", [["c2p"], ["p2c"], ["c2p", "p2c"]])
+@pytest.mark.parametrize("buckets", [16, -1])
+def test_every_kind_of_deberta_is_exact_in_a_window_over_the_whole_input(share_att_key, pos_att_type, buckets):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+    config = DebertaV2Config(
+        vocab_size=61,
+        max_position_embeddings=128,
+        relative_attention=True,
+        pos_att_type=pos_att_type,
+        share_att_key=share_att_key,
+        position_buckets=buckets,
+        max_relative_positions=40,
+        norm_rel_ebd="layer_norm",
+        conv_kernel_size=3,
+        conv_act="gelu",
+        **sizes,
+    )
+    torch.manual_seed(0)
+    model = DebertaV2ForSequenceClassification(config).eval()
+    enlarge_weights(model)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[1, 41:] = 0
+    inputs = {"input_ids": tokens(60), "attention_mask": mask}
+    exact = outputs(model, inputs)[0]
+    patched = hla.patch_model(model, {"default": {"attention": "window", **WHOLE}, "1": "softmax"})
+    torch.testing.assert_close(outputs(patched, inputs)[0], exact, rtol=1e-4, atol=1e-5)
+    hla.unpatch_model(patched)
+    assert torch.equal(outputs(model, inputs)[0], exact)
+
+
+def test_deberta_makes_nothing_of_the_size_of_all_pairs():
+    config = DebertaV2Config(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        position_biased_input=False,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        share_att_key=True,
+        position_buckets=256,
+    )
+    model = hla.patch_model(DebertaV2Model(config).eval(), "window")
+    ids = torch.randint(2, 50, (1, 4096), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), LargestTensor() as largest:
+        model(ids)
+    assert largest.elements < 4096**2 // 2
+
+
+def test_codes_beside_disentangled_positions_are_refused():
+    model = build("deberta-v2")
+    with pytest.raises(NotImplementedError, match=r"cannot be fitted\. Use feature_map='hedgehog'"):
+        patched_with(model, feature_map="vq")
+    assert not hla.is_patched(model)
+
+
+def test_deberta_takes_no_distances_of_its_caller_while_it_is_patched():
+    model = patched_with(build("deberta-v2"))
+    with pytest.raises(NotImplementedError, match="takes no query_states and no relative_pos"):
+        model.encoder(torch.randn(1, 9, 64), torch.ones(1, 9), query_states=torch.randn(1, 9, 64))
+
+
+def test_deberta_classifiers_are_calibrated_saved_and_loaded(tmp_path):
+    model = patched_with(build("deberta-v2"), window_size=32, mix_init=-3.0)
+    inputs = inputs_of(model)
+    table = hla.calibrate(model, [inputs], max_length=120).table
+    assert float((table["exact"] - table["calibrated"]).abs().max()) < 0.02
+    model.save_pretrained(tmp_path)
+    loaded = hla.load_pretrained(tmp_path, auto_class=AutoModel)
+    torch.testing.assert_close(outputs(loaded, inputs)[0], outputs(model, inputs)[0])
+
+
+@pytest.mark.parametrize("model_type", ["t5", "umt5", "mpnet", "deberta-v2"])
 def test_unpatching_gives_a_model_its_own_methods_again(model_type):
     model = build(model_type)
     before = {name: set(vars(module)) for name, module in model.named_modules()}

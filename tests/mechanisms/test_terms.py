@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hf_linear_attn.config import LayerConfig
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.head_mixture import HeadMixture
+from hf_linear_attn.ops.disentangled import Disentangled
 from hf_linear_attn.ops.terms import Terms
 from hf_linear_attn.registry import ATTENTIONS
 from tests import comparing
@@ -189,3 +191,63 @@ def test_mechanisms_without_terms_refuse_them_by_name(name):
     inputs = AttentionInputs(*(x.float() for x in tensors(8)), SCALING, True, terms=terms_of("sink", True))
     with pytest.raises(NotImplementedError, match=r"adds attention sinks to its logits.*Use 'window'"):
         module(inputs)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Disentangled attention
+
+LAST, ROWS = 20, 41
+
+
+def disentangled(kinds=("query", "key")):
+    """Random vectors for each distance up to `LAST`, and those of pairs by the definition."""
+    generator = torch.Generator().manual_seed(8)
+    tables = [torch.randn(4, ROWS, 6, generator=generator, dtype=torch.float64) * 0.5 for _ in range(2)]
+    query_table, key_table = (table.requires_grad_() for table in tables)
+    rows = torch.arange(ROWS)
+    table = query_table if "query" in kinds else None
+    other = key_table * SCALING if "key" in kinds else None
+    zeros = torch.zeros_like(query_table)
+    used = (query_table if "query" in kinds else zeros, key_table if "key" in kinds else zeros)
+    return Terms(relative=Disentangled(table, other, rows)), used
+
+
+def row_of(distance):
+    return max(-LAST, min(LAST, distance)) + LAST
+
+
+@pytest.mark.parametrize("kinds", [("query", "key"), ("query",), ("key",)], ids=["both", "c2p", "p2c"])
+@pytest.mark.parametrize(("length", "window"), [(100, 32), (90, 33), (70, 40), (7, 32), (1, 32)])
+def test_disentangled_attention_in_a_window_is_its_definition_with_all_gradients(kinds, length, window):
+    terms, (query_table, key_table) = disentangled(kinds)
+    module = build("window", False, window_size=window, mix_init=0.3, sink_tokens=1, feature_map="hedgehog")
+    query, key, value = qkv = tensors(length)
+    leaves = [*qkv, *(table for table, name in ((query_table, "query"), (key_table, "key")) if name in kinds)]
+    out, _ = module(AttentionInputs(*qkv, SCALING, False, torch.ones(2, length, dtype=torch.bool), terms=terms))
+    far = round(math.sqrt(window * max(LAST, window)))
+    bias = naive.disentangled_bias(query, key, query_table, key_table, row_of, SCALING)
+    far_bias = naive.disentangled_bias(
+        query, key, query_table, key_table, lambda d: row_of(far if d > 0 else -far), SCALING
+    )
+    maps = module.feature_map
+    features = maps.query(query, SCALING).values, maps.key(key, SCALING).values
+    allowed = naive.visible(None, 2, length, length, False)
+    settings = {"window": window, "causal": False, "scaling": SCALING, "log_mix": module.log_mix, "sinks": 1}
+    expected = naive.windowed_attention(*qkv, *features, allowed, **settings, bias=bias, far_bias=far_bias)
+    assert_close(out, expected)
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    wanted = torch.autograd.grad(expected.square().sum(), leaves, retain_graph=True)
+    for actual, right in zip(gradients, wanted, strict=True):
+        assert_close(actual, right, factor=10)
+    weights = module.attention_weights(AttentionInputs(*qkv, SCALING, False, terms=terms))
+    assert_close(weights @ value, expected)
+
+
+def test_exact_disentangled_attention_is_its_definition():
+    terms, tables = disentangled()
+    qkv, mask = tensors(50), padding_mask([50, 31], 50, "right")
+    bias = naive.disentangled_bias(*qkv[:2], *tables, row_of, SCALING)
+    expected = naive.attention_with_terms(*qkv, naive.visible(mask, 2, 50, 50, False), SCALING, bias=bias)
+    out, _ = build("softmax", False)(AttentionInputs(*qkv, SCALING, False, mask, terms=terms))
+    for row in range(2):
+        assert_close(out[row, :, mask[row]], expected[row, :, mask[row]])

@@ -70,6 +70,30 @@ def attention_with_terms(
     return torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), 0.0) @ repeat_heads(value, heads)
 
 
+def log_bucket(distance: int, buckets: int, max_distance: int) -> int:
+    """DeBERTa's bucket of the distance i - j (He et al. 2021, arXiv:2111.09543): itself up to half of the buckets of a
+    side, then `ceil` of its logarithm, so that `max_distance - 1` has the last one."""
+    middle, size = buckets // 2, abs(distance)
+    if size <= middle:
+        return distance
+    bucket = math.ceil(math.log(size / middle) / math.log((max_distance - 1) / middle) * (middle - 1)) + middle
+    return bucket if distance > 0 else -bucket
+
+
+def disentangled_bias(
+    query: Tensor, key: Tensor, query_table: Tensor, key_table: Tensor, row: Callable[[int], int], scaling: float
+) -> Tensor:
+    """`τ (q_i·A[t(i - j)] + k_j·B[t(i - j)])`, `[B, H, L, L]`, one distance after the other."""
+    length = query.shape[2]
+    bias = query.new_zeros(*query.shape[:3], length)
+    for i in range(length):
+        for j in range(length):
+            t = row(i - j)
+            of_query = (query[:, :, i] * query_table[:, t]).sum(-1)
+            bias[:, :, i, j] = scaling * (of_query + (key[:, :, j] * key_table[:, t]).sum(-1))
+    return bias
+
+
 def position_bucket(relative: int, *, bidirectional: bool, buckets: int, max_distance: int) -> int:
     """T5's bucket of the distance j - i (Raffel et al. 2020, arXiv:1910.10683): one a distance up to half of the
     buckets of a side, then logarithmically wider ones up to `max_distance`, and the last one for all beyond."""
@@ -110,6 +134,7 @@ def windowed_attention(
     model_sink: Tensor | None = None,
     cap: float | None = None,
     bias: Tensor | float = 0.0,
+    far_bias: Tensor | None = None,
 ) -> Tensor:
     """Exact weights inside the window, `exp(g) φ(q)·φ(k)` outside it, one normaliser.
 
@@ -117,8 +142,8 @@ def windowed_attention(
     largest logit of the window; otherwise both are absolute estimates of `exp(τ q·k)`. Sinks are exact for all queries:
     the first tokens of each row (causal), or the first and the last, which then see all keys exactly themselves.
 
-    The terms of a model are those of `attention_with_terms`: the weights outside are multiplied by `exp(b_ij)`, and c_i
-    may be the logit of the model's sink.
+    The terms of a model are those of `attention_with_terms`: the weights outside are multiplied by `exp(b_ij)` (or by
+    that of `far_bias`), and c_i may be the logit of the model's sink.
     """
     heads, length, keys = query.shape[1], query.shape[2], key.shape[2]
     distance = (keys - length) + torch.arange(length)[:, None] - torch.arange(keys)[None, :]
@@ -143,7 +168,7 @@ def windowed_attention(
     linear = query_features @ repeat_heads(key_features, heads).transpose(-1, -2)
     linear = linear * log_mix.exp()[None, :, None, None]
     if isinstance(bias, Tensor):
-        linear = linear * bias.exp()
+        linear = linear * (bias if far_bias is None else far_bias).exp()
     weights = torch.where(inside, logits.exp(), torch.where(allowed, linear, 0.0))
     nothing = value.new_zeros(*value.shape[:2], 1, value.shape[3])
     return normalise(torch.cat([weights, column.exp()], dim=-1), torch.cat([value, nothing], dim=2))

@@ -1,5 +1,6 @@
 """What families of models need beside the attention interface, one file each, found by the names of their classes."""
 
+from . import deberta as deberta
 from . import mpnet as mpnet
 from . import t5 as t5
 from .base import adapter_of as adapter_of

@@ -16,8 +16,16 @@ class Adapter:
     outside = False
     #: Whether the modules are causal; None where their flag and config say so.
     causal: bool | None = None
-    #: The names of the terms that the modules add to their logits (`ops.terms.Terms`).
+    #: The names of the terms that all modules add to their logits.
     terms: tuple[str, ...] = ()
+
+    def obstacle(self, module: Any) -> str:
+        """Return why a module cannot be linear; "" where nothing is against it."""
+        return ""
+
+    def terms_of(self, module: Any) -> tuple[str, ...]:
+        """Return the names of the terms that a module adds to its logits (`ops.terms.Terms`)."""
+        return self.terms
 
     def bias_reach(self, module: nn.Module) -> int:
         """Return the distance from which on the position bias of a module is constant; 0 without one."""
