@@ -23,7 +23,9 @@ from .integration.positions import (
     plan_restoration,
     position_limit,
 )
+from .mechanisms.head_mixture import linear_mechanism
 from .mechanisms.softmax import EXACT
+from .mechanisms.window import is_unfitted
 from .registry import ATTENTIONS
 
 logger = logging.getLogger(__name__)
@@ -169,10 +171,12 @@ class PatchReport:
     Attributes:
         model: The class of the model.
         layers: All self-attention layers.
+        unfitted: The layers in which nothing outside of the window is attended to until `calibrate` fits that part.
     """
 
     model: str
     layers: tuple[LayerReport, ...]
+    unfitted: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -200,6 +204,11 @@ class PatchReport:
             lines.append(
                 f"{layer.index:>5}  {layer.name:<{width}}  {name:<{kind}}  {layer.parameters:>10,}  {size:>11}{note}"
             )
+        if self.unfitted:
+            lines.append(
+                f"In {len(self.unfitted)} layers nothing is attended to outside of the window yet: calibrate(model, "
+                "batches) fits that part to some thousand tokens of text, without training."
+            )
         return "\n".join(lines)
 
 
@@ -214,7 +223,7 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
     """
     check_patched(model)
     installed = installed_layers(model)
-    rows = []
+    rows, unfitted = [], []
     for index, layer in enumerate(self_attention(model)):
         config = installed.get(index)
         if config is None:
@@ -228,4 +237,6 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
             state = "growing" if config.exact_heads else ATTENTIONS.get(config.attention).state
         facts = config.attention, dict(config.options), module.learned_parameters(), state_bytes, state
         rows.append(LayerReport(index, layer.name, *facts, config.exact_heads))
-    return PatchReport(base_class(type(model)).__name__, tuple(rows))
+        if is_unfitted(linear_mechanism(module)):
+            unfitted.append(index)
+    return PatchReport(base_class(type(model)).__name__, tuple(rows), tuple(unfitted))

@@ -64,15 +64,19 @@ class VQFeatureMap(FeatureMap):
         return query, FusedMap("softmax", self.key_weight, self.key_bias)
 
     @torch.no_grad()
-    def fit(self, keys: Tensor, queries: Tensor, damping: Tensor | None = None) -> None:
+    def fit(
+        self, keys: Tensor, queries: Tensor, damping: Tensor | None = None, importance: Tensor | None = None
+    ) -> None:
         """Choose the codes by k-means on keys `[G, N, d]`, at the distances that queries `[G, M, d]` see.
 
         The distance of two keys is `mean_q (q·k - q·k')²`. 1/β is the variance of the coordinates around the codes
         where the queries are white, and b = 0. With fewer keys than codes, some codes are equal.
 
         With a `damping` `[d]` the coordinates of queries are multiplied by it, here and in the map: by how much of a
-        coordinate of the keys is certain.
+        coordinate of the keys is certain. With an `importance` `[G, N]`, not negative, a key counts as so many: the
+        attention that it gets, so that codes lie where it goes.
         """
+        importance = torch.ones_like(keys[..., 0]) if importance is None else importance
         groups, repeats = len(keys), self.shape.num_heads // len(keys)
         damping = torch.ones_like(keys[0, 0]) if damping is None else damping.to(keys)
         for group in range(groups):
@@ -85,9 +89,12 @@ class VQFeatureMap(FeatureMap):
             seen = keys[group].float() @ root
             mean = seen.mean(dim=0)
             seen = seen - mean
-            nearest, centres = _k_means(seen, self.num_features)
+            weights = importance[group].float()
+            weights = weights / weights.mean().clamp_min(torch.finfo(torch.float32).tiny)
+            nearest, centres = _k_means(seen, weights, self.num_features)
+            squares = (seen - centres[nearest]).square().mean(dim=1)
             least = SMALLEST_SPREAD * seen.square().mean().clamp_min(torch.finfo(torch.float32).eps)
-            precision = 1 / torch.maximum((seen - centres[nearest]).square().mean(), least)
+            precision = 1 / torch.maximum((squares * weights).mean(), least)
             # The mean of the keys themselves, so that a query's product with a code is the mean of its products.
             codes = torch.linalg.solve(root.T, (centres + mean).T) * damping.unsqueeze(1)
             self.query_weight[group * repeats : (group + 1) * repeats] = codes
@@ -103,18 +110,20 @@ class VQFeatureMap(FeatureMap):
         self.query_bias.add_(bias.to(self.query_bias))
 
 
-def _k_means(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _k_means(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the nearest centre of each of N points `[N, d]`, and the `count` centres (Lloyd's algorithm).
 
-    The first centres are points spread evenly over the sequence. A centre without a point stays where it is.
+    Centres are means by the weights `[N]`. The first ones are points spread evenly over the sequence. A centre without
+    a point, or with points without a weight only, stays where it is.
     """
     centres = points[torch.linspace(0, len(points) - 1, count, device=points.device).round().long()]
     nearest = torch.zeros(len(points), dtype=torch.long, device=points.device)
+    weighted = points * weights.unsqueeze(1)
     for _ in range(LLOYD_STEPS):
         previous, nearest = nearest, (points @ centres.T - centres.square().sum(dim=1) / 2).argmax(dim=1)
         if torch.equal(previous, nearest):
             break
-        counts = torch.bincount(nearest, minlength=count).unsqueeze(1)
-        sums = torch.zeros_like(centres).index_add_(0, nearest, points)
-        centres = torch.where(counts > 0, sums / counts.clamp_min(1), centres)
+        totals = torch.bincount(nearest, weights, minlength=count).unsqueeze(1)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, weighted)
+        centres = torch.where(totals > 0, sums / totals, centres)
     return nearest, centres

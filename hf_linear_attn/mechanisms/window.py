@@ -38,16 +38,13 @@ CLOSED_MIX = -10_000.0
 #: The start of a map that is not fitted to the keys yet: nothing, but for `calibrate` and training to change.
 UNFITTED_MIX = -100.0
 
-#: Feature maps outside the window, by default: in decoders fitted codes help before any training, and hedgehog's
-#: features do not.
-CAUSAL_MAP, BIDIRECTIONAL_MAP = "vq", "hedgehog"
-
-#: Rows of hedgehog's W for heads below 64 in encoders, outside of windows of at least as many tokens: half of what
-#: `hedgehog` by itself has, as good after training and faster. Beside narrow windows they are too few.
-BIDIRECTIONAL_ROWS = 64
-
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
 MIX_BOUND = 10.0
+
+
+def is_unfitted(mechanism: LinearAttention) -> bool:
+    """Return whether a window has a part outside that is closed until `calibrate` fits it."""
+    return isinstance(mechanism, WindowAttention) and bool((mechanism.log_mix == UNFITTED_MIX).all())
 
 
 def is_closed(log_mix: Tensor) -> Tensor:
@@ -64,8 +61,6 @@ class HybridOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feature_map == "auto":
-            return
         entry = FEATURE_MAPS.get(self.feature_map)
         if entry.factory.uses_positions:
             # The state of the window delays keys, and does not count the tokens before them.
@@ -139,11 +134,7 @@ class HybridAttention(LinearAttention):
 
 
 class WindowOptions(HybridOptions):
-    feature_map: str = option(
-        "auto",
-        f"feature map outside the window ('auto': {CAUSAL_MAP} in decoders; in encoders {BIDIRECTIONAL_MAP}, with "
-        f"{BIDIRECTIONAL_ROWS} rows for heads below 64 and windows of {BIDIRECTIONAL_ROWS} or more)",
-    )
+    feature_map: str = option("vq", "feature map outside the window")
     mix_init: float | Literal["auto"] = option(
         "auto",
         "start of the learned log mixing weight of the part outside the window ('auto': 0, and with vq "
@@ -203,11 +194,6 @@ class WindowAttention(HybridAttention):
     separable_queries = True
 
     def __init__(self, shape: AttentionShape, options: WindowOptions) -> None:
-        if options.feature_map == "auto":
-            few = not shape.causal and shape.head_dim < 64 and options.window_size >= BIDIRECTIONAL_ROWS
-            rows = {"feature_dim": BIDIRECTIONAL_ROWS} if few else {}
-            name = CAUSAL_MAP if shape.causal else BIDIRECTIONAL_MAP
-            options = replace(options, feature_map=name, feature_map_options={**rows, **options.feature_map_options})
         fitted = FEATURE_MAPS.get(options.feature_map).factory.fits_keys
         automatic = {
             "mix_init": UNFITTED_MIX if fitted else 0.0,
@@ -257,7 +243,7 @@ class WindowAttention(HybridAttention):
 
     def _warn_if_closed(self) -> None:
         """Warn once that training does not open a part which was never fitted: no gradient reaches it."""
-        if bool((self.log_mix == UNFITTED_MIX).all()):
+        if is_unfitted(self):
             warnings.warn(
                 "The part outside of the window is closed until it is fitted, and training does not open it. Call "
                 "hf_linear_attn.calibrate(model, batches) first, or set mix_init.",

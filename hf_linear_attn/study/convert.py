@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..data.encoding import row_lengths
-from ..data.text import packed_rows, standard_library_documents
+from ..data.text import standard_library_documents, text_rows
 from ..integration.ablation import without_attention
 from ..integration.context import is_learned, saved_tensors
 from ..integration.discovery import longest_input
@@ -28,7 +28,7 @@ from ..training.selection import close_harmful_parts
 from ..training.sharding import is_sharded
 from ..training.transfer import exact_length
 from ..utils.environment import environment, json_safe, utc_now
-from ..utils.models import evaluation_mode, model_inputs, shared_copy
+from ..utils.models import Batch, evaluation_mode, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
 from . import models
 from .budgets import Budget
@@ -327,7 +327,7 @@ def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
 def _close_harmful_parts(
     run: TrainingRun, student: PreTrainedModel, scores: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Close the linear parts that the model is better without, on held-out rows and, for a decoder, other text."""
+    """Close the linear parts that the model is better without, on held-out rows and, but for a task, other text."""
     data, limit = run.data, exact_length(student)
     held_out = [row for rows in data.validation.values() for row in cast(Any, rows)]
     long = [row for row in held_out if len(row["input_ids"]) > limit]
@@ -337,10 +337,9 @@ def _close_harmful_parts(
     def close() -> tuple[PreTrainedModel, dict[str, Any]]:
         student.to(run.process.device)
         batches = leading_batches((data.collator([row]) for row in long), SELECTION_TOKENS)
-        if run.config.task_type == "causal-lm":
+        if run.config.task_type in ("causal-lm", "masked-lm", "embedding"):
             length = max(batch["input_ids"].shape[1] for batch in batches)
-            documents = standard_library_documents()[:OTHER_DOCUMENTS]
-            batches += [{"input_ids": torch.tensor([packed_rows(data.tokenizer, documents, length)[0]])}]
+            batches += _other_text(run, length)
         with run.progress.working("measuring what linear parts are worth"):
             parts = close_harmful_parts(student, batches)
         rows = parts.table.to_dict("records")
@@ -354,6 +353,15 @@ def _close_harmful_parts(
         )
         scores = run.measure("closed", student)
     return student, scores
+
+
+def _other_text(run: TrainingRun, length: int) -> list[Batch]:
+    """Return text of another kind than that of the training: a row for a decoder, passages for an encoder."""
+    documents, causal = standard_library_documents()[:OTHER_DOCUMENTS], run.config.task_type == "causal-lm"
+    # The loss of a passage's embedding is one number, that of a decoder's row one for each token.
+    count = 1 if causal else SELECTION_TOKENS // length
+    rows = text_rows(run.data.tokenizer, documents, length, max(count, 1), causal=causal)
+    return [{"input_ids": torch.tensor([row])} for row in rows]
 
 
 def _transfer(

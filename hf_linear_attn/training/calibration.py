@@ -93,8 +93,8 @@ class Calibration:
 def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: int | None = None) -> Calibration:
     """Fit the start of each patched layer to the model's own queries and keys, in place and without training.
 
-    - The codes of `vq` maps: k-means on the keys of each key-value head, and biases by which each code gets the share
-      of the attention that its keys have.
+    - The codes of `vq` maps: k-means on the keys of each key-value head, in encoders weighted by the attention that
+      they get, and biases by which each code gets the share of the attention that its keys have.
     - The log mixing weight of an encoder's `window` with other maps: by bisection, so that the mean share of attention
       outside of window and sinks is that of exact attention, `mean_i Σ_{j outside} p_ij`, head by head. In a decoder
       an untrained map of the right weight makes the model much worse, so it is left as it is. What is closed
@@ -247,6 +247,7 @@ class _Layer:
         self.damping: Tensor | None = None  # `[d]`
         self.keys: list[Tensor] = []  # `[G, n, d]`
         self.queries: list[Tensor] = []  # `[G, n, d]`
+        self.importance: list[Tensor] = []  # of keys, `[G, n]`
         #: Of drawn queries: the shares of codes in exact attention and their log weights by the map, `[H, n, m]`, and
         #: the log weights of the exact part, `[H, n]`.
         self.codes: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -296,12 +297,26 @@ class _Layer:
             key, query = self._heads(call.key[row : row + 1])[0], self._heads(call.query[row : row + 1])[0]
             self.keys.append(key[:, keys].float())
             self.queries.append(query[:, queries].float().reshape(len(key), -1, query.shape[-1]))
+            self.importance.append(self._importance(call, row)[:, keys])
+
+    def _importance(self, call: AttentionCall, row: int) -> Tensor:
+        """Return the attention of drawn queries that each key of a row gets by the map, `[G, S]`; in decoders ones."""
+        _, heads, keys, _ = self._heads(call.key).shape
+        if call.causal:
+            return torch.ones(heads, keys, device=call.key.device)
+        received = torch.zeros(heads, keys, device=call.key.device)
+        for block in self._blocks(call, row):
+            weights = self._heads(block.exact_weights())[0].float() * self._outside(block)[0]
+            received += weights.unflatten(0, (heads, -1)).sum(dim=(1, 2))
+        return received
 
     def fit_keys(self) -> None:
         if any(keys.numel() for keys in self.keys):
-            keys, queries = (torch.cat(parts, dim=1) for parts in (self.keys, self.queries))
-            self.keys, self.queries = [], []
-            self.map.fit(keys[:, :: -(-keys.shape[1] // FITTED_KEYS)], queries, self.damping)
+            parts = (self.keys, self.queries, self.importance)
+            keys, queries, importance = (torch.cat(rows, dim=1) for rows in parts)
+            self.keys, self.queries, self.importance = [], [], []
+            every = slice(None, None, -(-keys.shape[1] // FITTED_KEYS))
+            self.map.fit(keys[:, every], queries, self.damping, importance[:, every])
 
     def count_codes(self, call: AttentionCall) -> None:
         """Keep what drawn queries give to each code by the map, and add up what it gets in exact attention.

@@ -28,6 +28,7 @@ BENCHMARKS = {
     "attention": "attention:attention",
     "compiled": "models:compiled",
     "decoding": "decoding:decoding",
+    "encoder-start": "conversion:encoder_start",
     "exact-heads": "exact_heads:exact_heads",
     "fidelity": "conversion:fidelity",
     "glue": "conversion:glue",

@@ -1,5 +1,7 @@
 """What conversion costs: GLUE, perplexity, and the fidelity of every mechanism, beside equally trained exact models."""
 
+import copy
+import random
 import shutil
 import tempfile
 import time
@@ -15,14 +17,15 @@ from typing import Any
 import pandas as pd
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import load_checkpoint
 from hf_linear_attn.data.config import PYTHON_DOCUMENTATION, DataConfig
 from hf_linear_attn.data.files import text_documents
-from hf_linear_attn.data.text import packed_rows
+from hf_linear_attn.data.text import evenly_spread, packed_rows, pad_token, padded_batches, text_rows
 from hf_linear_attn.demo import resolve_model
+from hf_linear_attn.measure.embedding import EmbeddingCosine, sentence_embeddings
 from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.models import load_tokenizer
@@ -260,3 +263,106 @@ def linear_part(
 
     for window, name in [(None, "exact"), *product(windows, outside)]:
         yield Cell({**facts, "window": window, "outside": name}, partial(losses, window, name), settings)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The start of windows in encoders
+
+#: What lies outside of the window of an encoder: the options, and whether it is calibrated.
+ENCODER_OUTSIDE: dict[str, tuple[dict[str, Any], bool]] = {
+    "nothing": ({"mix_init": CLOSED_MIX}, False),
+    "hedgehog": ({"feature_map": "hedgehog", "mix_init": 0.0}, False),
+    "hedgehog, calibrated": ({"feature_map": "hedgehog", "mix_init": 0.0}, True),
+}
+for _codes in (32, 64, 128, 256):
+    _options = {"feature_map": "vq", "feature_map_options": {"num_features": _codes}}
+    ENCODER_OUTSIDE[f"{_codes} codes, calibrated"] = (_options, True)
+
+#: Steps that tell what a step of an attention transfer takes.
+TIMED_STEPS = 4
+
+
+def encoder_start(
+    model: str,
+    dataset: str,
+    texts: tuple[str, ...],
+    lengths: tuple[int, ...] = (128, 256, 512, 2048),
+    outside: tuple[str, ...] = tuple(ENCODER_OUTSIDE),
+    tokens: int = 8192,
+    passages: int = 64,
+    seconds: tuple[float, ...] = (0.0,),
+    batch_tokens: int = 2048,
+    seeds: tuple[int, ...] = (0, 1, 2),
+) -> Cells:
+    """How near a sentence encoder is to the exact one with windows of 64 tokens, by what lies outside of them.
+
+    The cosine of the mean-pooled embeddings, and the share of passages with the same nearest neighbour, on several
+    texts: as patched, calibrated, and after an attention transfer that takes, with the calibration, so many seconds of
+    a processor. Positions are extended by repetition where a length needs it.
+
+    Args:
+        model: A sentence encoder with mean pooling: folder, Hub name or name of a package.
+        dataset: Text file that is calibrated and trained on.
+        texts: Text files that are measured on.
+        lengths: Tokens of a passage.
+        outside: What to put outside of the window.
+        tokens: Tokens of the calibration.
+        passages: Passages of each text.
+        seconds: Seconds of processor time for calibration and attention transfer; 0: calibrated only.
+        batch_tokens: Tokens of a batch.
+        seeds: Each takes other passages for calibration and training.
+    """
+    unknown = [name for name in outside if name not in ENCODER_OUTSIDE]
+    if unknown:
+        raise ValueError(f"outside: {unknown[0]!r} is none of {', '.join(ENCODER_OUTSIDE)}.")
+    source, name = resolve_model(model)
+    exact: Any = load_checkpoint(source, AutoModel, dtype=torch.float32)[0].eval()
+    tokenizer = load_tokenizer(TrainingRunConfig(model=source))
+    pad, positions = pad_token(tokenizer), exact.config.max_position_embeddings
+
+    @cache
+    def extended(length: int) -> Any:
+        return exact if length <= positions else hla.extend_positions(shared_copy(exact), length)
+
+    @cache
+    def passages_of(path: str, length: int) -> list[list[int]]:
+        return text_rows(tokenizer, text_documents(Path(path), "auto"), length, causal=False)
+
+    def training_rows(length: int, seed: int) -> list[list[int]]:
+        rows = [row for row in passages_of(dataset, length) if len(row) == length]
+        random.Random(f"encoder start {seed}").shuffle(rows)
+        return rows
+
+    @cache
+    def measure_of(path: str, length: int) -> EmbeddingCosine:
+        rows = evenly_spread([row for row in passages_of(path, length) if len(row) == length], passages)
+        batches = padded_batches(rows, max(1, batch_tokens // length), pad)
+        return EmbeddingCosine(batches, sentence_embeddings(extended(length), batches))
+
+    def measured(length: int, name: str, seed: int, budget: float) -> Rows:
+        options, calibrated = ENCODER_OUTSIDE[name]
+        student = hla.patch_model(shared_copy(extended(length)), "window", **options)
+        batches = padded_batches(training_rows(length, seed), max(1, batch_tokens // length), pad)
+        began = time.process_time()
+        if calibrated:
+            hla.calibrate(student, batches[: -(-tokens // batch_tokens)], max_length=length)
+        cost = {"calibration": time.process_time() - began, "step": None, "steps": 0}
+        if budget:
+            trial, began = copy.deepcopy(student), time.process_time()
+            hla.transfer_attention(trial, batches, max_steps=TIMED_STEPS)
+            cost["step"] = (time.process_time() - began) / TIMED_STEPS
+            cost["steps"] = max(1, round((budget - cost["calibration"]) / cost["step"]))
+            hla.transfer_attention(student, batches, max_steps=cost["steps"])
+        rows = []
+        for path in texts:
+            rows.append({"text": Path(path).name, **measure_of(path, length)(student), **cost})
+        return rows
+
+    settings = {"passages": passages, "batch_tokens": batch_tokens, "texts": [Path(path).name for path in texts]}
+    settings |= {"calibrated on": Path(dataset).name, "tokens": tokens}
+    for length, budget, seed, name_outside in product(lengths, seconds, seeds, outside):
+        calibrated = ENCODER_OUTSIDE[name_outside][1]
+        if (budget and name_outside == "nothing") or (not budget and not calibrated and seed != seeds[0]):
+            continue  # it learns nothing, or the seed changes nothing
+        facts = {"model": Path(name).name, "length": length, "seconds": budget, "outside": name_outside, "seed": seed}
+        yield Cell(facts, partial(measured, length, name_outside, seed, budget), settings)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import BertModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.backends import use_backend
 from hf_linear_attn.registry import ATTENTIONS
@@ -124,23 +127,25 @@ def test_training_a_part_that_was_never_fitted_is_warned_of_once() -> None:
         hla.patch_model(tiny_model("llama"), "window", window_size=4, feature_map="hedgehog").train()(ids)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "options", "rows"),
-    [
-        (32, {}, 64),
-        (64, {}, 64),
-        (96, {}, 96),
-        (32, {"feature_map_options": {"activation": "exp"}}, 64),
-        (32, {"feature_map_options": {"feature_dim": 16}}, 16),
-        (32, {"window_size": 8}, 128),
-        # As saved by versions that had as many rows as hedgehog itself.
-        (32, {"feature_map": "hedgehog", "feature_map_options": {}}, 128),
-    ],
-    ids=str,
-)
-def test_small_heads_of_encoders_have_64_rows(head_dim, options, rows) -> None:
-    entry = ATTENTIONS.get("window")
-    made = entry.factory(AttentionShape(2, 2, head_dim, head_dim, causal=False), entry.options(**options))
-    assert made.feature_map.query_weight.shape == (2, head_dim, rows)
-    again = entry.factory(AttentionShape(2, 2, head_dim, head_dim, causal=False), made.options)
-    assert again.feature_map.num_features == 2 * rows
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_patched_without_data_it_is_the_window_alone_and_the_report_says_so(family) -> None:
+    """Exact attention to the keys of the window and the sinks, and to nothing else, until `calibrate` has run."""
+    exact = tiny_model(family)
+    model = hla.patch_model(copy.deepcopy(exact), "window", window_size=4)
+    ids = token_ids()
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def observer(call: AttentionCall) -> None:
+        weights = call.exact_weights() * ~call.outside()
+        values = call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+        calls.append((weights / weights.sum(-1, keepdim=True) @ values, call.linear_output()))
+
+    with torch.no_grad(), observe_attention(model, observer):
+        model(ids)
+    assert len(calls) == 2
+    for expected, implied in calls:
+        assert torch.allclose(implied, expected, atol=1e-5)
+    said = "nothing is attended to outside of the window yet: calibrate(model, batches)"
+    assert said in str(hla.patch_report(model))
+    hla.calibrate(model, [{"input_ids": ids}])
+    assert said not in str(hla.patch_report(model))

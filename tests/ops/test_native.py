@@ -126,6 +126,26 @@ def test_output_is_the_definitions(name, shape, kind, causal):
 
 
 @BOTH
+def test_keys_far_from_most_codes_have_the_weights_of_the_definition(causal):
+    """Features below 1e-20 are zero; those of other codes are not changed by it."""
+    feature_map = build("vq", 4, 2, 9, 6)
+    feature_map.key_weight.data *= 30
+    query, key, value = inputs((2, 4, 2, 80))
+    features = feature_map.key(key, 0.4).values
+    exact = (key.double() @ feature_map.key_weight.double() + feature_map.key_bias.double().unsqueeze(-2)).softmax(-1)
+    assert ((features == 0) | (features >= 1e-20)).all()
+    assert (features == 0).any()
+    assert torch.allclose(features.double(), exact, rtol=1e-4, atol=2e-20)
+    call = make_call(feature_map, query, key, value, causal)
+    with torch.no_grad():
+        assert_near(NativeBackend().run(call)[0], definition(call), 1e-4)
+        key[0, 0, 50] = torch.nan
+        out = NativeBackend().run(make_call(feature_map, query, key, value, causal))[0]
+    assert out[0, :2, 50:].isnan().all()
+    assert bool(out[1].isfinite().all())
+
+
+@BOTH
 @pytest.mark.parametrize("kind", ["left", *slow("none", "holes")])
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 @pytest.mark.parametrize("name", MAPS)

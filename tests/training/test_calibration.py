@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.feature_maps.vq import VQFeatureMap
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.mechanisms import AttentionInputs
@@ -179,6 +180,42 @@ def test_codes_of_any_precision_tell_clusters_of_keys_apart(dtype: torch.dtype, 
     same = cluster[:, None] == cluster
     assert not shared[~same].max() > 1e-3
     assert torch.allclose(codes.sum(1), torch.ones(400), atol=1e-3)
+
+
+def test_a_key_of_importance_n_counts_as_n_keys() -> None:
+    generator = torch.Generator().manual_seed(1)
+    key, query = (torch.randn(1, count, 6, generator=generator) for count in (60, 80))
+    counts = torch.randint(1, 5, (60,), generator=generator)
+    weighted, repeated = (build(1, 1, 6, 2, False).feature_map for _ in range(2))
+    weighted.fit(key, query, importance=counts.unsqueeze(0))
+    repeated.fit(key.repeat_interleave(counts, dim=1), query)
+    assert torch.allclose(weighted.query_weight, repeated.query_weight, atol=1e-4)
+    codes = [fitted.key(key.unsqueeze(0), 0.4).values for fitted in (weighted, repeated)]
+    assert torch.allclose(*codes, atol=1e-4)
+
+
+def test_codes_of_encoders_lie_where_attention_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key counts by the mean weight that far queries give it in exact attention, here of all queries."""
+    monkeypatch.setattr(calibration, "DRAWS", 64)
+    exact = sharp(BERT)
+    model = hla.patch_model(copy.deepcopy(exact), "window", window_size=WINDOW, sink_tokens=SINKS)
+    seen: list[Tensor] = []
+    fit = VQFeatureMap.fit
+
+    def record(self: VQFeatureMap, keys: Tensor, queries: Tensor, damping: Any, importance: Tensor) -> None:
+        seen.append(importance / importance.sum(dim=1, keepdim=True))
+        fit(self, keys, queries, damping, importance)
+
+    monkeypatch.setattr(VQFeatureMap, "fit", record)
+    hla.calibrate(model, rows(), max_length=LENGTH)
+    exact.set_attn_implementation("eager")
+    far = is_far(False)
+    with torch.no_grad():
+        weights = [torch.stack(exact(**row, output_attentions=True).attentions) * far for row in rows()]
+    received = torch.cat(weights, dim=1).sum(dim=3)[..., far.any(0)]  # [layers, B, H, keys]
+    expected = received.transpose(1, 2).flatten(2)
+    for layer, importance in enumerate(seen):
+        assert torch.allclose(importance, expected[layer] / expected[layer].sum(dim=1, keepdim=True), rtol=1e-3)
 
 
 def test_codes_get_the_attention_of_their_keys() -> None:

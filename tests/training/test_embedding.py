@@ -102,3 +102,24 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pooling_mode_cls_token"):
         convert(config, console=quiet())
     assert not (tmp_path / "out").exists()
+
+
+def test_parts_of_an_encoder_are_closed_by_two_kinds_of_text(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By held-out rows of the training's text, and by passages of the standard library's documentation."""
+    tokenizer, seen = AutoTokenizer.from_pretrained(folder / "encoder"), []
+
+    def record(model: Any, batches: list[dict[str, torch.Tensor]]) -> Any:
+        seen.extend(tokenizer.decode(row) for batch in batches for row in batch["input_ids"])
+        assert all(batch["input_ids"].shape[1] <= 24 for batch in batches)
+        return hla.close_harmful_parts(model, batches)
+
+    monkeypatch.setattr("hf_linear_attn.study.convert.close_harmful_parts", record)
+    monkeypatch.setattr("hf_linear_attn.study.convert.standard_library_documents", lambda: ["seven " * 60])
+    stages = {"transfer__max_steps": 0, "distill__max_steps": 1, "speed__lengths": []}
+    options = {"attention": "window", "options": {"window_size": 2}}
+    convert(config_of(folder, tmp_path / "out", **stages, **options), console=quiet())
+    other = ["seven" in text for text in seen]
+    assert any(other)
+    assert not all(other)

@@ -42,6 +42,9 @@ struct Map {
 
 constexpr int BLOCK = 64;  // tokens
 
+// log(SMALLEST_FEATURE) of formulas.py. (Relative to the largest exponential, not to the sum of all.)
+constexpr float SMALLEST_EXPONENT = -46.0517f;
+
 // A block of tokens of one head with its feature map: inputs x [tokens, padded d], products y, features and log scales.
 struct FeatureBlock {
   const Map* map;
@@ -243,7 +246,9 @@ struct FeatureBlock {
       float* to = features + t * row;
       Vec sums[2] = {};
       const auto add = [&](int part, int j, Vec value) {
-        value = exp_of(value - shift[part][t]) * factor;
+        const Vec exponent = value - shift[part][t];
+        value = exp_of(exponent) * factor;
+        if (single) value = select(exponent < SMALLEST_EXPONENT, Vec{}, value);  // a NaN stays
         if (j == last) value = select(real, value, Vec{});
         store(to + part * segment + j, value);
         sums[part] += value;
