@@ -22,7 +22,7 @@ INTRODUCTION = f"""# Command line
 
 <!-- This page is written by docs/make_cli_reference.py. -->
 
-`{PROGRAM} VERB --help` shows the options that matter first, and `--help all` every option. This page lists all of them.
+`{PROGRAM} VERB --help` shows the options of a verb, of the stages of a training only their names. This page has all.
 
 - Every option of a verb is a flag, and a key of a YAML file (`--config FILE`). What stands later counts. Options of a
   section have a dot in their flag (`--data.task`) and stand below the section's name in YAML. `MODEL`, `OUTPUT` and

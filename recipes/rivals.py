@@ -53,7 +53,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import load_checkpoint, read_tokenizer
-from hf_linear_attn.cli.parser import exit_code, parse_config
+from hf_linear_attn.cli.parser import parse_config
+from hf_linear_attn.cli.running import exit_code
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.recall_prompts import PROMPT_FUNCTIONS, Prompt, PromptMaker
 from hf_linear_attn.data.text import packed_rows, text_rows
@@ -104,18 +105,16 @@ class RecipeConfig:
         ValueError: An unknown variant or task, or a number out of range.
     """
 
-    model: str = option(SMOLLM2, "the decoder", common=True)
-    test_text: str | None = option(None, "text file to measure on", common=True)
-    train_text: str | None = option(None, "text file that exact heads and the linear part are fitted to", common=True)
-    converted: tuple[str, ...] = option((), "output folders of `convert`, whose models are measured too", common=True)
-    output: str | None = option(None, "output folder", common=True)
-    variants: tuple[str, ...] = option(VARIANTS, "what to measure, besides `exact`", common=True)
-    lengths: tuple[int, ...] = option((2048, 8192), "tokens of the contexts", least=2 * VOTERS + 1, common=True)
-    texts: int = option(4, "texts for each length", least=1, common=True)
-    tasks: tuple[str, ...] = option(("niah_multikey_1",), f"of {', '.join(PROMPT_FUNCTIONS)}", common=True)
-    trials: int = option(
-        24, f"of {len(DEPTHS)} prompts each for each task and length (0: no recall)", least=0, common=True
-    )
+    model: str = option(SMOLLM2, "the decoder")
+    test_text: str | None = option(None, "text file to measure on")
+    train_text: str | None = option(None, "text file that exact heads and the linear part are fitted to")
+    converted: tuple[str, ...] = option((), "output folders of `convert`, whose models are measured too")
+    output: str | None = option(None, "output folder")
+    variants: tuple[str, ...] = option(VARIANTS, "what to measure, besides `exact`")
+    lengths: tuple[int, ...] = option((2048, 8192), "tokens of the contexts", least=2 * VOTERS + 1)
+    texts: int = option(4, "texts for each length", least=1)
+    tasks: tuple[str, ...] = option(("niah_multikey_1",), f"of {', '.join(PROMPT_FUNCTIONS)}")
+    trials: int = option(24, f"of {len(DEPTHS)} prompts each for each task and length (0: no recall)", least=0)
     continuation: int = option(256, "tokens after a context whose loss is measured", least=1)
     greedy: int = option(32, "tokens of a greedy continuation", least=2)
     exact_share: float = option(0.2, "share of the key-value heads that stay exact")

@@ -33,7 +33,8 @@ from transformers import AutoModel, PreTrainedModel
 import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import load_checkpoint
 from hf_linear_attn.cli import with_default_config
-from hf_linear_attn.cli.parser import exit_code, parse_config
+from hf_linear_attn.cli.parser import parse_config
+from hf_linear_attn.cli.running import exit_code
 from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.text import encode_text, evenly_spread, pad_token, padded_batches, special_tokens, text_rows
 from hf_linear_attn.measure.embedding import EmbeddingCosine, sentence_embeddings
@@ -58,12 +59,12 @@ Rows = list[list[int]]
 class RecipeConfig(ConvertConfig):
     """Options of the recipe, besides those of `convert`."""
 
-    test_text: str | None = option(None, "text file to measure on (never trained on)", common=True)
-    passages: int = option(256, "held-out passages to compare the embeddings of", common=True)
-    documents: int = option(64, "documents to search", common=True)
-    document_length: int = option(2048, "tokens of a document", common=True)
-    question_length: int = option(32, "tokens of a quoted sentence", common=True)
-    depths: tuple[float, ...] = option((0.05, 0.5, 0.95), "where it is quoted from: 0 is the beginning", common=True)
+    test_text: str | None = option(None, "text file to measure on (never trained on)")
+    passages: int = option(256, "held-out passages to compare the embeddings of")
+    documents: int = option(64, "documents to search")
+    document_length: int = option(2048, "tokens of a document")
+    question_length: int = option(32, "tokens of a quoted sentence")
+    depths: tuple[float, ...] = option((0.05, 0.5, 0.95), "where it is quoted from: 0 is the beginning")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,9 +41,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import load_checkpoint
 from hf_linear_attn.cli import with_default_config
-from hf_linear_attn.cli.parser import exit_code, parse_config
+from hf_linear_attn.cli.parser import parse_config
+from hf_linear_attn.cli.running import exit_code
 from hf_linear_attn.data.files import text_documents
-from hf_linear_attn.data.task_data import load_splits
+from hf_linear_attn.data.task_data import read_documents
 from hf_linear_attn.data.text import packed_rows, text_rows
 from hf_linear_attn.demo import SMOLLM2
 from hf_linear_attn.measure.recall import Recall
@@ -94,18 +95,18 @@ class RecipeConfig(ConvertConfig):
         ValueError: An unknown variant, or a number out of range.
     """
 
-    test_text: str | None = option(None, "text file to measure perplexity on (never trained on)", common=True)
-    variants: tuple[str, ...] = option(("mixture", CONTROL), f"what to train: {', '.join(VARIANTS)}", common=True)
-    exact_share: float = option(0.2, "share of the key-value heads that stay exact", above=0, below=1, common=True)
-    contexts: tuple[int, ...] = option((1024, 2048, 8192), "lengths of the texts for perplexity", common=True)
-    test_tokens: int = option(32768, "tokens of text for each of these lengths", common=True)
+    test_text: str | None = option(None, "text file to measure perplexity on (never trained on)")
+    variants: tuple[str, ...] = option(("mixture", CONTROL), f"what to train: {', '.join(VARIANTS)}")
+    exact_share: float = option(0.2, "share of the key-value heads that stay exact", above=0, below=1)
+    contexts: tuple[int, ...] = option((1024, 2048, 8192), "lengths of the texts for perplexity")
+    test_tokens: int = option(32768, "tokens of text for each of these lengths")
     probe_length: int = option(8192, "tokens of the prompts of the probe")
     search_length: int = option(8192, "tokens of a row of training text that finds heads")
     search_rows: int = option(3, "number of these rows")
-    recall_lengths: tuple[int, ...] = option((512, 1024, 2048, 4096), "lengths of the prompts for recall", common=True)
-    recall_tasks: tuple[str, ...] = option(("niah_multikey_1",), "tasks of `measure_recall`", common=True)
-    recall_trials: int = option(32, "prompts for each task, length and depth", common=True)
-    decoding_contexts: tuple[int, ...] = option((512, 2048, 8192), "contexts for the time of a new token", common=True)
+    recall_lengths: tuple[int, ...] = option((512, 1024, 2048, 4096), "lengths of the prompts for recall")
+    recall_tasks: tuple[str, ...] = option(("niah_multikey_1",), "tasks of `measure_recall`")
+    recall_trials: int = option(32, "prompts for each task, length and depth")
+    decoding_contexts: tuple[int, ...] = option((512, 2048, 8192), "contexts for the time of a new token")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,8 +175,7 @@ class Variants:
 
     def _choose_heads(self) -> dict[str, Any]:
         config = self.config
-        columns = config.data.text_columns
-        documents = load_splits(config.data, columns).splits["train"][columns[0]]
+        documents = read_documents(config.data).train
         rows = text_rows(self.tokenizer, documents, config.search_length, config.search_rows, causal=True)
         search = hla.find_exact_heads(
             self.exact,

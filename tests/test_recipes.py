@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hf_linear_attn.cli import parse_verb
-from hf_linear_attn.cli.parser import exit_code
+from hf_linear_attn.cli.running import exit_code
 from hf_linear_attn.utils.options import flatten, to_dict
 from tests.subprocesses import ROOT, run_python
 from tests.training.tiny_runs import save_inputs

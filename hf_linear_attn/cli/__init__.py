@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suggestion = near_matches(name, VERBS) or f" Verbs: {', '.join(VERBS)}."
         sys.stderr.write(f"error: unknown {kind} {name!r}.{suggestion}\n")
         return 2
-    from .parser import exit_code
+    from .running import exit_code
 
     options = [argument for argument in rest if argument != "--traceback"]
     return exit_code(lambda: _run_verb(name, options), traceback=options != rest)
@@ -103,5 +103,5 @@ examples:
   hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out
   hf-linear-attn demo
 
-`{PROGRAM} VERB --help` shows the options that matter first, `--help all` every option.
+`{PROGRAM} VERB --help` shows the options of a verb.
 """

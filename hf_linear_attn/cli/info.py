@@ -15,8 +15,8 @@ from .verb import Verb
 class InfoConfig:
     """Options of `info`."""
 
-    model: str = option(help="a local folder or a repository on the Hub", common=True)
-    json: bool = option(False, "print JSON", common=True)
+    model: str = option(help="a local folder or a repository on the Hub")
+    json: bool = option(False, "print JSON")
 
 
 def run(config: InfoConfig) -> None:

@@ -15,8 +15,8 @@ from .verb import Verb
 class ListConfig:
     """Options of `list`."""
 
-    name: str | None = option(None, "show this mechanism with its options", common=True)
-    json: bool = option(False, "print JSON", common=True)
+    name: str | None = option(None, "show this mechanism with its options")
+    json: bool = option(False, "print JSON")
 
 
 def run(config: ListConfig) -> None:

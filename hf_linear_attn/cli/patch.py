@@ -15,21 +15,21 @@ from .verb import Verb
 class PatchConfig:
     """Options of `patch`."""
 
-    model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
-    output: str = option(help="the folder to write", common=True)
-    attention: str | None = option(None, "the mechanism (see `hf-linear-attn list`)", common=True)
-    options: dict[str, Any] = option(factory=dict, help="its options, such as --options.num_features 128", common=True)
-    layers: tuple[int, ...] | None = option(None, "layers, negative ones from the end (default: all)", common=True)
-    plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead", common=True)
+    model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2")
+    output: str = option(help="the folder to write")
+    attention: str | None = option(None, "the mechanism (see `hf-linear-attn list`)")
+    options: dict[str, Any] = option(factory=dict, help="its options, such as --options.num_features 128")
+    layers: tuple[int, ...] | None = option(None, "layers, negative ones from the end (default: all)")
+    plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead")
     max_length: int | None = option(
-        None, "longest input in tokens: learned positions and the tokenizer's limit are extended", least=1, common=True
+        None, "longest input in tokens: learned positions and the tokenizer's limit are extended", least=1
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
-        "auto", "precision of the weights (default: as saved)", common=True
+        "auto", "precision of the weights (default: as saved)"
     )
     auto_class: str | None = option(None, "class to load, such as AutoModelForCausalLM (default: that of the config)")
     revision: str | None = option(None, "branch, tag or commit of a repository on the Hub")
-    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
+    overwrite: bool = option(False, "replace an earlier result in the output folder")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -203,7 +203,12 @@ def result_of(
     if is_sharded(teacher) and (lengths or run.budget is not None):
         teacher = load_teacher(run)
     if lengths:
-        run.once("speed", lambda: asdict(_speed(run, teacher, student, lengths)))
+
+        def time_both() -> dict[str, Any]:
+            with run.progress.working("measuring speed"):
+                return asdict(_speed(run, teacher, student, lengths))
+
+        run.once("speed", time_both)
     _verify_recall(run, teacher, student)
     return _result(run, facts, run.state)
 
@@ -451,17 +456,16 @@ def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel,
     if lengths != asked:  # where all are timed, the table marks those beyond the model's positions
         run.progress.log(note)
     speed = SpeedPair(longest_input=longest_input(teacher))
-    with run.progress.working("measuring speed"):
-        for length in lengths:
-            try:
-                times = run.time(teacher, student, length)
-            except ValueError as error:
-                # A mechanism that is built for a largest length, such as Linformer, cannot be timed beyond it.
-                run.progress.log(f"{length:,} tokens were not timed: {error}")
-                continue
-            speed.lengths.append(length)
-            speed.teacher.append(times["teacher"])
-            speed.student.append(times["student"])
+    for length in lengths:
+        try:
+            times = run.time(teacher, student, length)
+        except ValueError as error:
+            # A mechanism that is built for a largest length, such as Linformer, cannot be timed beyond it.
+            run.progress.log(f"{length:,} tokens were not timed: {error}")
+            continue
+        speed.lengths.append(length)
+        speed.teacher.append(times["teacher"])
+        speed.student.append(times["student"])
     return speed
 
 

@@ -24,6 +24,7 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.formatting import fixed
 from ..utils.models import shared_copy
+from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress
 from .checkpoint_groups import find_checkpoints
 from .kinds import held_out_batches
@@ -156,6 +157,8 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
     It raises as `evaluate` does, and an ImportError where a package of the extra `demo` is missing.
     """
     require_packages("matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
+    if config.model is None:
+        raise OptionError("model", "is missing: give a local folder or a repository on the Hub.")
     with ConsoleProgress(console) as screen:
         evaluation = evaluate(config.model, output=config.output, progress=screen, config=config, examples=examples)
     evaluation.save(config.output)

@@ -60,8 +60,7 @@ def _labelled_tokens(data: TaskData, exact: PreTrainedModel) -> Metric:
 
 def _answers(data: TaskData, exact: PreTrainedModel) -> Metric:
     batches = {name: in_batches([*rows], data.collator) for name, rows in data.validation.items()}
-    assert data.labelled is not None
-    return Classification(batches, data.metric_names, data.labelled)
+    return Classification(batches, data.metric_names, is_regression=data.labels is None)
 
 
 def _embeddings(data: TaskData, exact: PreTrainedModel) -> Metric:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
 
 from ..checkpoints import load_checkpoint, model_without_weights, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
@@ -25,6 +25,7 @@ from ..training.options import TrainingRunConfig
 from ..utils.extras import require_packages
 from ..utils.gguf import split_source
 from ..utils.models import shared_copy
+from ..utils.options import OptionError
 from .kinds import KINDS, Kind
 
 #: Longest input, or block of a causal language model, where `data.max_length` is not given. Exact attention, with which
@@ -39,7 +40,7 @@ def load_tokenizer(config: TrainingRunConfig) -> Any:
     """Return the tokenizer of a model, or the one that is given instead."""
     source = config.tokenizer or config.model
     if source is None:
-        raise ValueError("There is no model: give MODEL; with a model_type, give tokenizer or train_tokenizer.")
+        raise OptionError("model", "is missing: give it; with a model_type, give tokenizer or train_tokenizer.")
     return read_tokenizer(source, config.revision, remedy="Give another one with --tokenizer.")
 
 
@@ -98,9 +99,10 @@ def load_model(
     lacks: those of a new head, which is drawn from torch's generator. A checkpoint that lacks more is an error.
     """
     if loaded is not None:
+        data.check_labels(loaded.config, "The model")
         return _checked(shared_copy(loaded), data, config), []
     if path is not None:
-        config = replace(config, model=path, model_type=None, from_config=False, revision=None, config_overrides={})
+        config = TrainingRunConfig(model=path, max_length=config.max_length, task_type=config.task_type)
     auto = KINDS[data.task_type].model_class
     changes = dict(data.config_changes)
     if config.model_type is not None:
@@ -114,6 +116,7 @@ def load_model(
     if config.from_config or config.model_type is not None:
         return _checked(auto.from_config(model_config), data, config), []
     name, _ = split_source(str(config.model))
+    data.check_labels(read_config(str(config.model), config.revision), repr(name))
     arguments = {"revision": config.revision or "main", "dtype": torch.float32, "config": model_config}
     model, missing = load_checkpoint(str(config.model), auto, **arguments)
     body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
@@ -125,24 +128,15 @@ def load_model(
     return _checked(model, data, config), missing
 
 
-def head_of(config: TrainingRunConfig) -> PreTrainedConfig | None:
-    """Return the config of a checkpoint with a classification head; None where the head is to be new."""
-    if config.task_type != "classification" or config.model is None or config.from_config:
-        return None
-    model_config = read_config(str(config.model), config.revision)
-    classes = model_config.architectures or []
-    return model_config if any("ForSequenceClassification" in name for name in classes) else None
-
-
 def check_head(config: TrainingRunConfig) -> None:
     """Raise a ValueError if the config of a checkpoint says that it has no head for classification.
 
-    Its weights say so, too, but are loaded later.
+    Its weights say so, too, but labels, and so all data, must be known before they are loaded.
     """
     if config.model is None or config.from_config or config.model_type is not None:
         return
     classes = read_config(str(config.model), config.revision).architectures or []
-    if classes and head_of(config) is None:
+    if classes and not any(name.endswith("ForSequenceClassification") for name in classes):
         raise missing_head(config, f"it is a {classes[0]}")
 
 
@@ -158,8 +152,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
     """Return the error for a checkpoint without a head for its task."""
-    remedy = "Give a fine-tuned model, or fine-tune it first: --teacher.num_train_epochs 3."
-    unlabelled = "Without labels, give --task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
+    remedy = "Give a fine-tuned model, or fine-tune it first: teacher.num_train_epochs 3."
+    unlabelled = "Without labels, give task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
     return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy} {unlabelled}")
 
 
@@ -195,7 +189,7 @@ def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
         return LinearAttentionConfig.from_file(config.plan).with_seed(config.seed)
     if config.attention is None:
         return None
-    return LinearAttentionConfig.parse(config.attention, config.layers, config.options).with_seed(config.seed)
+    return LinearAttentionConfig.parse(config.attention, None, config.options).with_seed(config.seed)
 
 
 def patch_as_configured(

@@ -26,7 +26,7 @@ class SpeedConfig:
     """What `evaluate` times, and for how long."""
 
     lengths: tuple[int, ...] | None = option(
-        None, "tokens of the timed inputs (default: 128 to 8192; quick: to 2048)", least=16, common=True
+        None, "tokens of the timed inputs (default: 128 to 8192; quick: to 2048)", least=16
     )
     batch_size: int = option(8, "sequences of the timed throughput; 1: none", least=1)
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "precision of the timed models")
@@ -43,24 +43,24 @@ class SpeedConfig:
 class EvaluateConfig:
     """Options of `hf-linear-attn evaluate`. None means: what suits the model, and `quick`."""
 
-    model: str | None = option(None, "a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
+    model: str | None = option(None, "a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2")
     attention: tuple[str, ...] | None = option(
-        None, "mechanisms to compare (default: elu, favor+, hedgehog, Linformer, window; quick: three)", common=True
+        None, "mechanisms to compare (default: elu, favor+, hedgehog, Linformer, window; quick: three)"
     )
-    converted: tuple[str, ...] = option((), "checkpoints that `convert` made from MODEL, of several seeds", common=True)
+    converted: tuple[str, ...] = option((), "checkpoints that `convert` made from MODEL, of several seeds")
     baseline: tuple[str, ...] = option((), "checkpoints with exact attention, tuned as the converted ones")
-    task_type: TaskType | None = option(None, "the kind of model (default: that of its config)", common=True)
+    task_type: TaskType | None = option(None, "the kind of model (default: that of its config)")
     data: DataConfig = option(factory=DataConfig, help="what to evaluate on")
     sts: str | None = option(None, "folder with STS-B, to evaluate the sentence embeddings of an encoder")
     speed: SpeedConfig = option(factory=SpeedConfig, help="what to time")
-    steps: int | None = option(None, "steps of attention transfer (default: 100; quick: 25)", least=0, common=True)
+    steps: int | None = option(None, "steps of attention transfer (default: 100; quick: 25)", least=0)
     seeds: tuple[int, ...] = option((0,), "seeds of transfer and random features; several give a spread", least=0)
     recall_lengths: tuple[int, ...] = option((), "tokens of the prompts that measure recall", least=32)
-    quick: bool = option(False, "less of everything, for a first look", common=True)
+    quick: bool = option(False, "less of everything, for a first look")
     name: str | None = option(None, "what the report calls the model (default: the name of its folder)")
-    output: str = option("report", "folder for the report and its records", common=True)
-    resume: bool = option(False, "measure only what the output folder lacks", common=True)
-    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
+    output: str = option("report", "folder for the report and its records")
+    resume: bool = option(False, "measure only what the output folder lacks")
+    overwrite: bool = option(False, "replace an earlier result in the output folder")
     threads: int | None = option(None, "CPU threads, for all alike (default: torch's)", least=1)
     device: str = option("cpu", "torch device to run on: cpu, cuda, …")
 
@@ -92,14 +92,14 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any], data: Any =
 class PlanConfig:
     """Options of `plan`, which chooses as `convert` does with a budget, and trains nothing."""
 
-    model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
-    budget: str = option(help=BUDGETS, common=True)
-    output: str = option("plan", "folder for plan.json and its table", common=True)
+    model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2")
+    budget: str = option(help=BUDGETS)
+    output: str = option("plan", "folder for plan.json and its table")
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism: --options.sink_tokens 8")
     task_type: TaskType | None = option(None, "the kind of model (default: a decoder; with a task a classifier)")
     data: DataConfig = option(factory=DataConfig)
-    resume: bool = option(False, "continue an interrupted plan", common=True)
-    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
+    resume: bool = option(False, "continue an interrupted plan")
+    overwrite: bool = option(False, "replace an earlier result in the output folder")
     threads: int | None = option(None, "CPU threads (default: torch's)", least=1)
     device: Literal["auto", "cpu"] = option("auto", "cpu: leave a GPU alone")
     seed: int = option(0, "seed of random features and of prompts", least=0)

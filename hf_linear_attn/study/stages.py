@@ -58,7 +58,7 @@ from ..utils.files import (
 from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
-from ..utils.options import flatten, to_dict
+from ..utils.options import OptionError, flatten, to_dict
 from ..utils.progress import LineProgress, Progress
 from . import models
 from .budgets import Budget
@@ -87,14 +87,14 @@ RECALL_TRIALS = 16
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
 
+#: Number of checkpoints of a stage that a run keeps until the stage is finished.
+SAVED_CHECKPOINTS = 2
+
 #: How to go on with a run that was interrupted.
 RESUME = "Continue with the same options and --resume."
 
 #: Options that a resumed run may change, because they do not affect the result.
-FREE_OPTIONS = (
-    *("resume", "overwrite", "output", "save_steps", "save_total_limit"),
-    *("report_to", "dataloader_num_workers"),
-)
+FREE_OPTIONS = (*("resume", "overwrite", "output", "save_steps", "report_to"),)
 
 
 class StageLog(TrainerCallback):
@@ -194,7 +194,7 @@ class TrainingRun:
 
     def __init__(self, config: Any, tool: str, console: Console | None = None) -> None:
         if config.output is None:
-            raise ValueError("There is no folder for the result. Give one with --output.")
+            raise OptionError("output", "is missing: give a folder for the result.")
         self.config, self.tool = config, tool
         self.kind: Kind = KINDS[config.resolved_task_type]
         budget = getattr(config, "budget", None)
@@ -386,14 +386,12 @@ class TrainingRun:
         config, tokenizer = self.config, self._tokenizer()
         max_length, reason = models.row_limit(config, tokenizer)
         with self.progress.working(f"reading {config.data.task or config.data.dataset or 'the data'}"):
-            with self.process.main_process_first():
-                rows = models.with_limits(self.kind, replace(config.data, max_length=max_length))
-                data = load_task_data(config.task_type, tokenizer, rows, config.seed, head=models.head_of(config))
             is_conversion = isinstance(config, ConvertConfig) and not config.teacher.enabled
             if is_conversion and self.kind.task_type == "classification":
                 models.check_head(config)
-        for note in data.notes:
-            self.progress.log(note)
+            with self.process.main_process_first():
+                rows = models.with_limits(self.kind, replace(config.data, max_length=max_length))
+                data = load_task_data(config.task_type, tokenizer, rows, config.seed)
         facts = data.facts
         held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
         train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
@@ -418,7 +416,7 @@ class TrainingRun:
         if self.is_main_process and not folder.exists():
             columns = config.data.text_columns
             with self.progress.working("training a tokenizer"):
-                rows = load_splits(config.data, columns).splits["train"]
+                rows = load_splits(config.data, columns)["train"]
                 texts = chain.from_iterable(rows[column] for column in columns)
                 tokenizer = models.train_tokenizer(texts, config.train_tokenizer, models.row_limit(config)[0])
             with atomic_folder(folder) as temporary:
@@ -512,8 +510,8 @@ class TrainingRun:
             weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
             trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
             # The checkpoints, one more while the next is written, the best one and the result.
-            needed = (self.config.save_total_limit + 1) * (weights + 8 * trained) + 3 * weights
-            remedy = "Free some space, choose another folder, or keep fewer checkpoints (save_total_limit)."
+            needed = (SAVED_CHECKPOINTS + 1) * (weights + 8 * trained) + 3 * weights
+            remedy = "Free some space, or choose another folder."
             check_disk_space(self.folder, needed, remedy)
         if self.config.gradient_checkpointing:
             base: Any = model
@@ -544,7 +542,7 @@ class TrainingRun:
         folder = self.folder / "checkpoints" / "transfer"
         accelerator = self._accelerator(folder)
         skeleton = meta_copy(model) if shards_models(accelerator) else None
-        batch = config.per_device_eval_batch_size or 2 * section.per_device_train_batch_size
+        batch = 2 * section.per_device_train_batch_size
         checkpoint = folder / "state.safetensors"
         if not config.resume and self.is_main_process:
             checkpoint.unlink(missing_ok=True)
@@ -612,14 +610,13 @@ class TrainingRun:
     def _loader(self, accelerator: Accelerator, rows: Any, batch_size: int, shuffle: bool = False) -> Any:
         """Return a loader with this process's share of the batches of some rows."""
         config, data = self.config, self.data
-        lengths = row_lengths(rows) if config.data.group_by_length else None
+        lengths = row_lengths(rows)
         step = batch_size * config.transfer.gradient_accumulation_steps * self.process.num_processes
         loader: Any = DataLoader(
             rows.select_columns([name for name in rows.column_names if name != "labels"]),
             batch_size=batch_size,
             sampler=EpochSampler(len(rows), config.seed, lengths, step) if shuffle else None,
             collate_fn=SeededCollator(data.collator, config.seed),
-            num_workers=config.dataloader_num_workers,
         )
         return accelerator.prepare_data_loader(loader)
 
@@ -634,7 +631,7 @@ class TrainingRun:
             "eval_strategy": "steps" if options.eval_steps else "no",
             "eval_steps": options.eval_steps or None,
             "save_strategy": "no",
-            "save_total_limit": self.config.save_total_limit,
+            "save_total_limit": SAVED_CHECKPOINTS,
         }
         if data is not None and options.eval_steps:
             values.update(
@@ -656,7 +653,7 @@ class TrainingRun:
     def _common_arguments(self, folder: Path) -> dict[str, Any]:
         config = self.config
         section = config.train if self.tool == "finetune" else config.distill
-        batch = config.per_device_eval_batch_size or 2 * section.per_device_train_batch_size
+        batch = 2 * section.per_device_train_batch_size
         return {
             "output_dir": str(folder),
             "seed": config.seed,
@@ -664,9 +661,8 @@ class TrainingRun:
             "bf16": config.bf16,
             "fp16": config.fp16,
             "per_device_eval_batch_size": batch,
-            "dataloader_num_workers": config.dataloader_num_workers,
             "dataloader_pin_memory": self.process.device.type != "cpu",
-            "train_sampling_strategy": "group_by_length" if config.data.group_by_length else "random",
+            "train_sampling_strategy": "group_by_length",
             "report_to": list(self.trackers),
             "include_num_input_tokens_seen": "non_padding",
             "label_names": ["labels"],

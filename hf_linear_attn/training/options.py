@@ -4,7 +4,7 @@ Options of the stages are called as in `transformers.TrainingArguments` where th
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from ..config import DEFAULT_ATTENTION
 from ..data.config import BUDGETS, DataConfig, TimingConfig
@@ -30,11 +30,11 @@ def check_loss_weights(config: Any) -> None:
 class StageConfig:
     """One stage of gradient steps. `arguments` takes any further field of `transformers.TrainingArguments`."""
 
-    num_train_epochs: float = option(3.0, "passes over the training data", least=0, common=True)
+    num_train_epochs: float = option(3.0, "passes over the training data", least=0)
     max_steps: int | None = option(None, "optimizer steps, instead of epochs", least=1)
     per_device_train_batch_size: int = option(32, "rows of one forward pass on one device", least=1)
     gradient_accumulation_steps: int = option(1, "forward passes of one optimizer step", least=1)
-    learning_rate: float = option(5e-5, "peak learning rate", above=0, common=True)
+    learning_rate: float = option(5e-5, "peak learning rate", above=0)
     learned_lr: float | None = option(
         None, "learning rate of mechanisms' learned parts (default: learning_rate)", above=0
     )
@@ -68,16 +68,14 @@ class StageConfig:
 class TeacherConfig(StageConfig):
     """Stage 0: fine-tuning of the exact model, where it is not fine-tuned yet."""
 
-    num_train_epochs: float = option(
-        0.0, "passes over the training data; 0: the model is fine-tuned", least=0, common=True
-    )
+    num_train_epochs: float = option(0.0, "passes over the training data; 0: the model is fine-tuned", least=0)
 
 
 @dataclass(frozen=True)
 class TransferConfig:
     """Stage 1: attention transfer (see `transfer_attention`)."""
 
-    max_steps: int | None = option(None, "optimizer steps; 0: none (default: 200, or a budget's)", least=0, common=True)
+    max_steps: int | None = option(None, "optimizer steps; 0: none (default: 200, or a budget's)", least=0)
     per_device_train_batch_size: int | None = option(
         None, "rows of one forward pass on one device (default: 32, or a budget's)", least=1
     )
@@ -102,13 +100,13 @@ class DistillConfig(StageConfig):
     """Stages 2 and 3: the model learns from its teacher and from the labels (see `DistillationConfig`)."""
 
     num_train_epochs: float | None = option(  # type: ignore[assignment]
-        None, "passes over the training data (default: 3)", least=0, common=True
+        None, "passes over the training data (default: 3)", least=0
     )
     per_device_train_batch_size: int | None = option(  # type: ignore[assignment]
         None, "rows of one forward pass on one device (default: 32, or a budget's)", least=1
     )
     learning_rate: float | None = option(  # type: ignore[assignment]
-        None, "peak learning rate (default: 5e-5, or a budget's)", above=0, common=True
+        None, "peak learning rate (default: 5e-5, or a budget's)", above=0
     )
     disable_dropout: bool = option(True, "train without the model's dropout, which is noise beside the teacher")
     logits_weight: float = option(1.0, "weight of KL(teacher || student) of the outputs", least=0)
@@ -118,7 +116,7 @@ class DistillConfig(StageConfig):
     carried_length: int = option(
         0, "tokens at the start of rows: the rest begins with their state, without a gradient", least=0
     )
-    lora_rank: int = option(0, "rank of LoRA adapters to train; 0: all weights", least=0, common=True)
+    lora_rank: int = option(0, "rank of LoRA adapters to train; 0: all weights", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,17 +127,21 @@ class DistillConfig(StageConfig):
 class TrainingRunConfig:
     """What `convert` and `finetune` have in common. Values that are out of range or exclude each other are errors."""
 
-    model: str | None = option(None, "a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
-    attention: str | None = option(DEFAULT_ATTENTION, "mechanism (see `hf-linear-attn list`); null: exact", common=True)
-    options: dict[str, Any] = option(factory=dict, help="mechanism's options: --options.window_size 32", common=True)
-    layers: tuple[int, ...] | None = option(None, "layers to patch, negative ones from the end (default: all)")
+    #: Pretraining without a checkpoint: options of `FinetuneConfig`.
+    train_tokenizer: ClassVar[int | None] = None
+    model_type: ClassVar[str | None] = None
+    from_config: ClassVar[bool] = False
+    config_overrides: ClassVar[dict[str, Any]] = {}
+
+    model: str | None = option(None, "a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2")
+    attention: str | None = option(DEFAULT_ATTENTION, "mechanism (see `hf-linear-attn list`); null: exact")
+    options: dict[str, Any] = option(factory=dict, help="mechanism's options: --options.window_size 32")
     plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead")
     task_type: TaskType | None = option(
         None,
-        "classification (the default; regression, too), a language model, or embedding of sentences",
-        common=True,
+        "what is learned; classification includes regression (default: classification, with a budget causal-lm)",
     )
-    output: str | None = option(None, "folder of the result", common=True)
+    output: str | None = option(None, "folder of the result")
     data: DataConfig = option(factory=DataConfig)
 
     max_length: int | None = option(
@@ -149,25 +151,15 @@ class TrainingRunConfig:
     )
     revision: str | None = option(None, "branch, tag or commit of the model on the Hub")
     tokenizer: str | None = option(None, "folder or repository of the tokenizer (default: the model's)")
-    train_tokenizer: int | None = option(
-        None, "size of a byte-level BPE tokenizer to train on the training text", least=257
-    )
-    model_type: str | None = option(None, "pretraining without a checkpoint: a type such as gpt2, llama or bert")
-    from_config: bool = option(False, "pretraining with random weights and the config of the model")
-    config_overrides: dict[str, Any] = option(factory=dict, help="changes of the config: --config_overrides.n_layer 2")
-
     seed: int = option(0, "seed of data order, dropout, random features and new heads", least=0)
     device: Literal["auto", "cpu"] = option("auto", "cpu: leave a GPU alone")
     threads: int | None = option(None, "CPU threads (default: torch's)", least=1)
-    bf16: bool = option(False, "mixed precision in bfloat16", common=True)
+    bf16: bool = option(False, "mixed precision in bfloat16")
     fp16: bool = option(False, "mixed precision in float16")
     gradient_checkpointing: bool = option(False, "less memory for more time")
-    per_device_eval_batch_size: int | None = option(None, "default: twice the batch size of training", least=1)
-    dataloader_num_workers: int = option(0, "processes that prepare batches", least=0)
-    resume: bool = option(False, "continue a run with the same options where it stopped", common=True)
-    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
+    resume: bool = option(False, "continue a run with the same options where it stopped")
+    overwrite: bool = option(False, "replace an earlier result in the output folder")
     save_steps: int = option(500, "steps between checkpoints; 0: only when interrupted", least=0)
-    save_total_limit: int = option(2, "number of checkpoints of a stage to keep; a finished run keeps none", least=1)
     report_to: tuple[str, ...] = option(("tensorboard",), "the Trainer's trackers besides log.jsonl, if installed")
     speed: TimingConfig = option(factory=lambda: TimingConfig(TIMED_LENGTHS))
 
@@ -175,19 +167,14 @@ class TrainingRunConfig:
         check_options(self)
         check_exclusive(self, "resume", "overwrite")
         check_exclusive(self, "bf16", "fp16")
-        if self.plan is not None and (self.layers is not None or self.options):
-            raise OptionError("plan", "says what every layer gets. Write layers and options into it, or leave it out.")
-        if self.tokenizer is not None and self.train_tokenizer is not None:
-            raise OptionError("train_tokenizer", "trains one, and tokenizer names another. Leave out one of them.")
-        if self.attention is None and self.plan is None and (self.options or self.layers is not None):
-            raise OptionError("options" if self.options else "layers", "is for a mechanism: give attention, too.")
+        if self.plan is not None and self.options:
+            raise OptionError("plan", "says what every layer gets. Write options into it, or leave it out.")
+        if self.attention is None and self.plan is None and self.options:
+            raise OptionError("options", "is for a mechanism: give attention, too.")
         kinds = {"mlm_probability": "masked-lm", "metrics": "classification", "label_column": "classification"}
         for name, kind in kinds.items():
             if getattr(self.data, name) != default_of(DataConfig, name) and self.resolved_task_type != kind:
                 raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.resolved_task_type}.")
-        if self.max_length is not None and (self.from_config or self.model_type is not None):
-            remedy = f"config_overrides {{max_position_embeddings: {self.max_length}}}"
-            raise OptionError("max_length", f"extends positions that were trained. With random weights, give {remedy}.")
 
     @property
     def resolved_task_type(self) -> TaskType:
@@ -205,8 +192,14 @@ class TrainingRunConfig:
 class FinetuneConfig(TrainingRunConfig):
     """Options of `finetune`: one stage on the task's own loss, with exact or with linear attention."""
 
-    attention: str | None = option(None, "mechanism (see `hf-linear-attn list`); null: exact", common=True)
-    train: StageConfig = option(factory=StageConfig)
+    attention: str | None = option(None, "mechanism (see `hf-linear-attn list`); null: exact")
+    train: StageConfig = option(factory=StageConfig, help="the training", brief=True)
+    train_tokenizer: int | None = option(  # type: ignore[misc]
+        None, "size of a byte-level BPE tokenizer to train on the training text", least=257
+    )
+    model_type: str | None = option(None, "pretraining without a checkpoint: a type such as gpt2, llama or bert")  # type: ignore[misc]
+    from_config: bool = option(False, "pretraining with random weights and the config of the model")  # type: ignore[misc]
+    config_overrides: dict[str, Any] = option(factory=dict, help="changes of the config: --config_overrides.n_layer 2")  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,6 +207,11 @@ class FinetuneConfig(TrainingRunConfig):
             raise OptionError("train.num_train_epochs", "is 0 without train.max_steps: there is nothing to train.")
         if self.task_type == "embedding":
             raise OptionError("task_type", "embedding learns from the exact model: use convert.")
+        if self.tokenizer is not None and self.train_tokenizer is not None:
+            raise OptionError("train_tokenizer", "trains one, and tokenizer names another. Leave out one of them.")
+        if self.max_length is not None and (self.from_config or self.model_type is not None):
+            remedy = f"config_overrides {{max_position_embeddings: {self.max_length}}}"
+            raise OptionError("max_length", f"extends positions that were trained. With random weights, give {remedy}.")
 
 
 #: The training of every conversion.
@@ -249,23 +247,27 @@ def _filled_in(section: Any, training: Any) -> Any:
 class ConvertConfig(TrainingRunConfig):
     """Options of `convert`: (teacher) -> attention transfer -> distillation -> a measured linear model."""
 
-    exact_share: float = option(0.0, "share of the key-value heads that stay exact", least=0, below=1, common=True)
-    budget: str | None = option(None, f"{BUDGETS}: heads, windows and training are chosen for it", common=True)
+    exact_share: float = option(0.0, "share of the key-value heads that stay exact", least=0, below=1)
+    budget: str | None = option(None, f"{BUDGETS}: heads, windows and training are chosen for it")
     control: bool = option(
         False, "also train the teacher as long, with exact attention: what is lost to training and what to attention"
     )
-    teacher: TeacherConfig = option(factory=TeacherConfig)
-    transfer: TransferConfig = option(factory=TransferConfig)
-    distill: DistillConfig = option(factory=DistillConfig)
+    teacher: TeacherConfig = option(
+        factory=TeacherConfig, help="fine-tuning of the exact model first, by default none", brief=True
+    )
+    transfer: TransferConfig = option(
+        factory=TransferConfig, help="attention transfer, 200 steps by default", brief=True
+    )
+    distill: DistillConfig = option(
+        factory=DistillConfig, help="distillation of all weights, 3 epochs by default", brief=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.budget is not None:
             self._check_budget()
-        if self.exact_share and (self.attention is None or self.plan is not None or self.layers is not None):
-            raise OptionError(
-                "exact_share", "chooses heads in all layers: give attention, and leave plan and layers out."
-            )
+        if self.exact_share and (self.attention is None or self.plan is not None):
+            raise OptionError("exact_share", "chooses heads in all layers: give attention, and leave plan out.")
         if self.control and not (self.distill.enabled and (self.attention is not None or self.plan is not None)):
             raise OptionError("control", "is trained beside a linear model by distillation: give attention and steps.")
         carried, longest = self.distill.carried_length, self.data.max_length
@@ -280,7 +282,7 @@ class ConvertConfig(TrainingRunConfig):
             raise OptionError("task_type", "embedding has no labels to fine-tune a teacher on: leave out that section.")
 
     def _check_budget(self) -> None:
-        chosen = {"attention": DEFAULT_ATTENTION, "exact_share": 0.0, "layers": None, "plan": None}
+        chosen = {"attention": DEFAULT_ATTENTION, "exact_share": 0.0, "plan": None}
         for name, value in chosen.items():
             if getattr(self, name) != value:
                 raise OptionError(name, "is chosen by the budget: leave it out.")

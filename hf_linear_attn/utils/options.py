@@ -5,9 +5,10 @@ Reading options loads neither torch nor transformers.
 
 import json
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -23,6 +24,14 @@ TYPES: dict[Any, tuple[Any, str]] = {
     bool: (bool, "true or false"),
     str: ((str, os.PathLike), "text"),
     dict: (Mapping, "a mapping such as {key: value}"),
+}
+
+#: Bounds of a number, or of each entry of a list: what messages call them, and the comparison.
+BOUNDS = {
+    "least": ("of at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("of at most", operator.le),
+    "below": ("below", operator.lt),
 }
 
 
@@ -42,54 +51,21 @@ class OptionError(ValueError):
         return f"{self.field}: {self.text}"
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds of a number, or of each entry of a list. Fractions must be finite anyway."""
-
-    least: float | None = None  # the smallest value
-    above: float | None = None  # a number that is smaller than all values
-    below: float | None = None  # a number that is greater than all values
-    most: float | None = None  # the largest value
-    even: bool = False  # of a whole number
-
-    def include(self, value: Any) -> bool:
-        # Negated comparisons would let NaN pass.
-        return (
-            not isinstance(value, bool)
-            and math.isfinite(value)
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (self.most is None or value <= self.most)
-            and not (self.even and value % 2)
-        )
-
-    def describe(self, kind: str) -> str:
-        """Return the name of a type of numbers, such as "a whole number", with these bounds."""
-        numbers = {"of at least": self.least, "above": self.above, "of at most": self.most, "below": self.below}
-        texts = [f"{word} {number}" for word, number in numbers.items() if number is not None]
-        named = kind.replace("a whole", "an even whole") if self.even else kind
-        return " ".join([named, " and ".join(texts)]).strip()
-
-
 def option(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    common: bool = False,
-    factory: Any = MISSING,
-    **bounds: Any,
+    default: Any = MISSING, help: str = "", *, factory: Any = MISSING, before: Any = MISSING, **bounds: Any
 ) -> Any:
     """Return a dataclass field that is an option. Its choices are those of its type, a `Literal`.
 
     Args:
         default: The default value. Without one (and without `factory`) the option is required.
         help: One line for `--help`.
-        common: Whether the option is one of those that most users need.
         factory: Makes the default value, where it is mutable or a section.
-        bounds: Those of `Bounds`.
+        before: What checkpoints have that were saved before a mechanism had the option.
+        bounds: Those of `BOUNDS`, and `parity`, `"even"` or `"odd"`. Of a section `brief`: the help names it only.
     """
-    metadata = {"help": help, "common": common, "bounds": bounds}
+    metadata: dict[str, Any] = {"help": help, "brief": bounds.pop("brief", False), "bounds": bounds}
+    if before is not MISSING:
+        metadata["before"] = before
     if factory is not MISSING:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -105,21 +81,26 @@ def check_options(config: Any, check: Callable[..., None] | None = None) -> None
 
 
 def check_value(name: str, value: Any, hint: Any, **bounds: Any) -> None:
-    """Check one value against a type, such as `int | None`, `Literal["a", "b"]` or `tuple[int, ...]`, and `Bounds`.
+    """Check one value against a type, such as `int | None`, `Literal["a", "b"]` or `tuple[int, ...]`, and bounds.
 
     Raises:
         OptionError: The value is of another type, out of bounds, not finite, or a list with an entry twice.
     """
-    kinds = [kind for kind in _union(hint) if kind is not NoneType]
-    if value is None and NoneType in _union(hint):
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
         return
-    limits, is_list = Bounds(**bounds), get_origin(kinds[0]) is tuple
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    is_list = get_origin(kinds[0]) is tuple
     entries = value if is_list and isinstance(value, (tuple, list)) else (value,)
     entry_kinds = get_args(kinds[0])[:1] if is_list else kinds
-    valid = not is_list or isinstance(value, (tuple, list))
-    if not valid or not all(any(_is_valid(entry, kind, limits) for kind in entry_kinds) for entry in entries):
+    fits = [any(_is_valid(entry, kind, bounds) for kind in entry_kinds) for entry in entries]
+    if not all(fits) or (is_list and entries is not value):
         first, *others = map(type_name, kinds)
-        raise OptionError(name, f"must be {' or '.join([limits.describe(first), *others])}, got {value!r}.")
+        words = [f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items() if bound in BOUNDS]
+        if "parity" in bounds:
+            first = first.replace("a whole", f"an {bounds['parity']} whole")
+        expected = " or ".join([" ".join([first, " and ".join(words)]).strip(), *others])
+        raise OptionError(name, f"must be {expected}, got {value!r}.")
     if len(set(map(repr, entries))) < len(entries):
         raise OptionError(name, f"has an entry twice: {', '.join(map(str, entries))}.")
 
@@ -132,15 +113,11 @@ def check_argument(name: str, value: Any, hint: Any, **bounds: Any) -> None:
         raise ValueError(f"{error.field} {error.text}") from None
 
 
-def _union(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the one type."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
 def without_none(hint: Any) -> tuple[Any, bool]:
     """Return a type without None, and whether None was a part of it."""
-    kinds = [kind for kind in _union(hint) if kind is not NoneType]
-    return (kinds[0], True) if NoneType in _union(hint) and len(kinds) == 1 else (hint, False)
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    is_optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint) and len(kinds) == 1
+    return (kinds[0], True) if is_optional else (hint, False)
 
 
 def type_name(kind: Any) -> str:
@@ -153,12 +130,17 @@ def type_name(kind: Any) -> str:
     return TYPES.get(get_origin(kind) or kind, (object, kind.__name__))[1]
 
 
-def _is_valid(value: Any, kind: Any, bounds: Bounds) -> bool:
+def _is_valid(value: Any, kind: Any, bounds: Mapping[str, Any]) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if not isinstance(value, TYPES.get(get_origin(kind) or kind, (object, ""))[0]):
         return False
-    return kind not in (int, float) or bounds.include(value)
+    if kind not in (int, float):
+        return True
+    if isinstance(value, bool) or not math.isfinite(value):
+        return False
+    within = all(BOUNDS[bound][1](value, limit) for bound, limit in bounds.items() if bound in BOUNDS)
+    return within and ("parity" not in bounds or value % 2 == (bounds["parity"] == "odd"))
 
 
 def check_exclusive(config: Any, first: str, second: str) -> None:
@@ -181,16 +163,16 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], section:
     for name, value in values.items():
         if name not in names:
             raise TypeError(f"There is no option {section + str(name)!r}.{near_matches(str(name), names)}")
-        if is_dataclass(hints.get(name)) and isinstance(value, Mapping | None):
-            # The parent may have chosen other defaults than the section itself.
-            default = to_dict(default_of(config_class, name))
-            arguments[name] = build_config(hints[name], default | dict(value or {}), f"{section}{name}.")
-            continue
-        kind, _ = without_none(hints.get(name))
-        if get_origin(kind) is tuple and isinstance(value, list):
-            if len(value) == 1 and isinstance(value[0], list | None):
-                value = value[0]  # a flag takes entries, and `null` and `[]` too
-            arguments[name] = None if value is None else tuple(value)
+        kind, _ = without_none(hints[name])
+        if is_dataclass(kind):
+            if not isinstance(value, Mapping | None | cast(Any, kind)):
+                raise OptionError(section + name, f"is a section: give its options by name, got {value!r}.")
+            if not isinstance(value, cast(Any, kind)):
+                # The parent may have chosen other defaults than the section itself.
+                default = to_dict(default_of(config_class, name))
+                arguments[name] = build_config(cast(Any, kind), default | dict(value or {}), f"{section}{name}.")
+        elif get_origin(kind) is tuple and isinstance(value, list):
+            arguments[name] = tuple(value)
         elif kind is float and type(value) is int:
             arguments[name] = float(value)
         elif isinstance(value, os.PathLike):
@@ -211,10 +193,11 @@ def make_config(config_class: type[Config], config: Config | None, options: Mapp
     """
     if config is None or not options:
         return config or build_config(config_class, options)
-    hints, present = get_type_hints(config_class), to_dict(config)
-    values = {entry.name: present[entry.name] for entry in fields(cast(Any, config_class))}
+    before = to_dict(config)
+    values = {entry.name: before[entry.name] for entry in fields(cast(Any, config_class))}
     for name, value in options.items():
-        is_section = is_dataclass(hints.get(name)) and isinstance(value, Mapping)
+        is_section = isinstance(values.get(name), dict) and isinstance(value, Mapping)
+        is_section = is_section and is_dataclass(getattr(config, name))
         values[name] = {**values[name], **value} if is_section else value
     return build_config(config_class, values)
 

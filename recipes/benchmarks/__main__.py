@@ -21,7 +21,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from hf_linear_attn.cli.parser import exit_code
+from hf_linear_attn.cli.running import exit_code
 
 #: Name -> module and function.
 BENCHMARKS = {

@@ -63,24 +63,23 @@ def test_nothing_passed_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
-def test_short_and_full_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+def test_the_help_of_a_verb_is_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     assert run(verb, "--help") == 0
-    short = capsys.readouterr().out
-    assert f"usage: hf-linear-attn {verb}" in short
-    assert run(verb, "--help", "all") == 0
-    full = capsys.readouterr().out
-    assert len(short) <= len(full) + 100
-    lines = short.splitlines()
-    assert len(lines) <= 50, "the short help fits one screen"
-    assert max(map(len, lines)) <= 100
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: hf-linear-attn {verb}")
+    assert sum(line.startswith("  --") for line in lines) <= 40
+    assert len(lines) <= 85, "one and a half screens, and the examples"
+    assert max(map(len, lines)) <= 120
 
 
 def test_help_of_every_verb_is_light() -> None:
     """Neither torch nor transformers is loaded before a verb runs."""
     code = (
         "import sys; from hf_linear_attn.cli import VERBS, main\n"
-        "for arguments in (['--version'], ['--help'], *([verb, '--help', 'all'] for verb in VERBS)):\n"
+        "for arguments in (['--version'], ['--help'], *([verb, '--help'] for verb in VERBS)):\n"
         "    assert main(arguments) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
@@ -97,19 +96,19 @@ def test_help_of_every_verb_is_light() -> None:
             ["patch", "a", "b", "--attention", "elu", "--plan", "p.json"],
             "--attention: give either attention",
         ),
-        (["patch", "a", "b", "--attention", "elu", "--layers", "0;1"], "--layers: must be a list, each entry a whole"),
+        (["patch", "a", "b", "--attention", "elu", "--layers", "0;1"], 'Parser key "layers" element 1: Expected a'),
         (["patch", "a", "b", "--attention", "elu", "--options", "alpha"], 'Parser key "options": Expected a'),
-        (["patch", "a", "b", "--attention", "elu", "--dtype", "float8"], "--dtype: must be one of 'auto', 'float32'"),
+        (["patch", "a", "b", "--attention", "elu", "--dtype", "float8"], 'Parser key "dtype":'),
         (["patch", "a", "b", "--plan", "p.json", "--layers", "0"], "write them into the file"),
         (["patch", "a", "b", "--atention", "elu"], "Did you mean '--attention'"),
         (["patch", "a", "b", "c"], "unrecognized arguments: c"),
         (["patch", "-o", "a"], "unrecognized arguments: -o"),
-        (["evaluate", "a", "--data", "b"], "--data: unknown option. Did you mean '--data.dataset'?"),
+        (["evaluate", "a", "--data", "b"], "--data: unknown option. Did you mean"),
         (["patch", "a", "b", "--attention"], "argument --attention: expected one argument"),
         (["patch", "a", "--attention", "elu"], "the following arguments are required: output"),
         (["info"], "the following arguments are required: model"),
         (["info", "a", "--config", "missing.yaml"], "File does not exist: "),
-        (["convert", "a", "--teacher.lr", "1"], "--teacher.lr: unknown option. Did you mean '--teacher.learning_rate'"),
+        (["convert", "a", "--teacher.lr", "1"], "--teacher.lr: unknown option. Did you mean"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str) -> None:

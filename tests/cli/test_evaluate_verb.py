@@ -35,8 +35,8 @@ def test_a_complete_run_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert Evaluation.load(tmp_path / "out").mechanisms == ["elu"]
     assert main(arguments) == 1
     assert "continue it (--resume)" in " ".join(capsys.readouterr().err.split())
-    assert main(["evaluate", "--quick"]) == 1
-    assert "No model" in capsys.readouterr().err
+    assert main(["evaluate", "--quick"]) == 2
+    assert "model: is missing" in capsys.readouterr().err
 
 
 def test_reading_arguments_is_light() -> None:

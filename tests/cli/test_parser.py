@@ -11,7 +11,8 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from hf_linear_attn.cli.parser import exit_code, parse_config
+from hf_linear_attn.cli.parser import parse_config
+from hf_linear_attn.cli.running import exit_code
 from hf_linear_attn.utils.options import OptionError, check_options, flatten, option, to_dict
 
 
@@ -36,9 +37,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Config:
-    model: str | None = option(None, "the model", common=True)
+    model: str | None = option(None, "the model")
     part: Section = option(factory=Section)
-    other: Section = option(factory=lambda: Section(count=5))
+    other: Section = option(factory=lambda: Section(count=5), help="more of the same", brief=True)
 
     def __post_init__(self) -> None:
         if self.part.quick and self.part.title:
@@ -73,7 +74,6 @@ VALUES = [
     ("limit", "null", None),
     ("quick", "true", True),
     ("mode", "b", "b"),
-    ("columns", "null", None),
     ("options", "{}", {}),
     ("options", "{seed: 1, deep: {a: [1, 2]}}", {"seed": 1, "deep": {"a": [1, 2]}}),
 ]
@@ -98,7 +98,7 @@ def test_every_type_from_file_and_flag(tmp_path, name, text, expected):
 )
 def test_lists(tmp_path, name, text, flags, expected):
     file = yaml_file(tmp_path, f"part:\n  {name}: {text}\n")
-    for config in (parse("--config", file), parse(f"--part.{name}", *flags), parse(f"--part.{name}", text)):
+    for config in (parse("--config", file), parse(f"--part.{name}", *flags)):
         assert getattr(config.part, name) == expected
 
 
@@ -116,25 +116,25 @@ def test_forms_of_flags():
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text"),
     [
-        ("count", "1.5", "part.count: must be a whole number, got '1.5'"),
-        ("count", "true", "part.count: must be a whole number"),
-        ("count", "[1]", "part.count: must be a whole number"),
-        ("most", "many", "part.most: must be a whole number, got 'many'"),
-        ("rate", "fast", "part.rate: must be a finite number, got 'fast'"),
-        ("rate", ".nan", "part.rate: must be a finite number"),
-        ("rate", ".inf", "part.rate: must be a finite number"),
-        ("quick", "maybe", "part.quick: must be true or false"),
-        ("mode", "c", "part.mode: must be one of 'a', 'b', got 'c'"),
-        ("lengths", "[1, x]", "part.lengths: must be a list, each entry a whole number"),
-        ("options", "5", "options"),
+        ("count", "1.5"),
+        ("count", "true"),
+        ("count", "[1]"),
+        ("count", "null"),
+        ("most", "many"),
+        ("rate", "fast"),
+        ("rate", ".nan"),
+        ("rate", ".inf"),
+        ("quick", "maybe"),
+        ("mode", "c"),
+        ("lengths", "[1, x]"),
+        ("options", "5"),
     ],
 )
-def test_bad_values_name_the_option(tmp_path, name, text, message):
-    with pytest.raises(ValueError, match="must be") as caught:
+def test_bad_values_name_the_option(tmp_path, name, text):
+    with pytest.raises((ArgumentError, OptionError), match=f"part.{name}"):
         parse("--config", yaml_file(tmp_path, f"part: {{{name}: {text}}}\n"))
-    assert message.removeprefix("part.").split(", got")[0] in str(caught.value)
     with pytest.raises((ArgumentError, OptionError), match=f"part.{name}"):
         parse(f"--part.{name}={text}")
 
@@ -142,17 +142,12 @@ def test_bad_values_name_the_option(tmp_path, name, text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("part: {name: 1.10}", "part.name: must be text, got 1.1"),
-        ("part: {count: null}", "part.count: must be a whole number of at least 1, got None"),
+        ("part: {name: 1.10}", "Expected a <class 'str'>"),
         ("part: {cuont: 1}", "part.cuont: unknown option. Did you mean '--part.count'"),
         ("count: 1", "count: unknown option. Did you mean '--part.count' or '--other.count'"),
-        ("prat: {}", "prat: unknown option."),
         ("part: 5", "part: is a section: give its options by name, got 5"),
         ("- a", "Unexpected config: - a"),
-        ("", "Unexpected config: nothing. "),
-        ("a", " must hold options by name"),
         ("a: [1", "Problems parsing config"),
-        ("a: [1", ".yaml': while parsing a flow sequence at line 1, column 4"),
         ("part: {count: !!python/object/apply:os.getcwd []}", "Problems parsing config"),
     ],
 )
@@ -167,10 +162,8 @@ def test_bad_files(tmp_path, text, message):
     [
         (["--part.cuont", "1"], "part.cuont: unknown option. Did you mean '--part.count'"),
         (["--prat.count", "1"], "prat.count: unknown option. Did you mean '--part.count'"),
-        (["--part.options.deep.a", "1"], "part.options.deep.a: a mapping in a mapping is given whole: --part"),
-        (["--other.lr", "1"], "other.lr: unknown option. Did you mean '--other.learning_rate'?"),
+        (["--xyz-xyz", "1"], "xyz_xyz: unknown option. See --help."),
         (["--part.count"], "argument --part.count: expected one argument"),
-        (["--part.columns", "[a"], "argument --part.columns: '[a' is no list in YAML"),
         (["a", "b"], "unrecognized arguments: b"),
         (["--config", "none.yaml"], "File does not exist: "),
     ],
@@ -225,12 +218,13 @@ def test_print_config_and_help(capsys):
         parse("--part.count", "4", "--print_config")
     assert stopped.value.code == 0
     assert yaml.safe_load(capsys.readouterr().out)["part"]["count"] == 4
-    for arguments in (["--help"], ["--help", "all"]):
-        with pytest.raises(SystemExit):
-            parse(*arguments)
+    with pytest.raises(SystemExit):
+        parse("--help")
     texts = " ".join(capsys.readouterr().out.split())
     assert "a rate, 100 % (default: 0.5)" in texts
-    assert "--other.count INT a count (default: 5)" in texts
+    assert "--part.count INT a count (default: 1)" in texts
+    assert "--other.OPTION VALUE: more of the same: name, title, count," in texts
+    assert "--other.count" not in texts
 
 
 def test_exit_codes(capsys):

@@ -198,7 +198,7 @@ def test_a_disk_too_small_from_the_start(tmp_path: Path, observed: Observed) -> 
     with mounted(tmp_path / "disk", "-o", "size=600k") as disk:
         observed(
             error_message(
-                lambda: convert(convert_config(encoder, task, disk / "out")), OSError, "free", "save_total_limit"
+                lambda: convert(convert_config(encoder, task, disk / "out")), OSError, "free", "Free some space"
             )
         )
 

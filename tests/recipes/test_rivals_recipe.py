@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 import hf_linear_attn as hla
-from hf_linear_attn.cli.parser import exit_code
+from hf_linear_attn.cli.running import exit_code
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.study import Study
 from recipes import rivals

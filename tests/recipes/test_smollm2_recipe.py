@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_linear_attn as hla
-from hf_linear_attn.cli.parser import exit_code
+from hf_linear_attn.cli.running import exit_code
 from recipes import smollm2
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import save_text

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from hf_linear_attn.study import convert as stages
+from hf_linear_attn.study import stages as run
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.utils import progress
@@ -32,7 +33,8 @@ def test_a_signal_in_any_stage_says_what_is_stored(
     changes = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1, "speed__lengths": [16]}
     config = convert_config(folder / "tuned", folder / "task", tmp_path / "out", **changes)
     with monkeypatch.context() as patch:
-        patch.setattr(stages, moment, lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+        module = run if moment == "load_task_data" else stages
+        patch.setattr(module, moment, lambda *args, **options: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(InterruptedRunError, match=r"Interrupted while \w+.*Stored: .*--resume") as caught:
             convert(config, console=quiet())
     assert signal.signal(signal.SIGTERM, previous) is signal.SIG_DFL
@@ -87,5 +89,5 @@ def test_runs_of_one_process_may_differ_in_precision(folder: Path, tmp_path: Pat
     steps = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1, "device": "auto"}
     for name, half in (("full", False), ("half", True), ("again", False)):
         config = convert_config(folder / "tuned", folder / "task", tmp_path / name, bf16=half, **steps)
-        assert convert(config, console=quiet())["distilled"]
+        assert convert(config, console=quiet()).scores.distilled
     assert weights(tmp_path / "full") == weights(tmp_path / "again") != weights(tmp_path / "half")

@@ -17,7 +17,7 @@ from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.integration.positions import position_limit
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.study.models import row_limit
-from hf_linear_attn.training.options import ConvertConfig
+from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig
 from tests.tiny_models import tiny_model
 from tests.training.tiny_runs import convert_config, finetune_config, quiet, save_encoder, save_task
 
@@ -102,7 +102,7 @@ def test_what_is_cut_is_said(folder: Path, tmp_path: Path) -> None:
     config = finetune_config(
         folder / "encoder", folder / "task", tmp_path / "out", data__max_length=None, train__max_steps=1
     )
-    facts = finetune(config, console=Console(file=screen, width=400))["data"]
+    facts = finetune(config, console=Console(file=screen, width=400)).data
     share = 100 * facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + 32 * 96)
     expected = "32 of 32 training rows are cut to 96 tokens (the model's limit; max_length extends learned positions)"
     assert f"{expected}; they lose {share:.1f} % of all tokens." in screen.getvalue()
@@ -121,7 +121,7 @@ def test_what_is_cut_is_said(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_longest_row_is_the_models(options: dict[str, Any], length: int) -> None:
-    assert row_limit(ConvertConfig(**options))[0] == length
+    assert row_limit(FinetuneConfig(**options))[0] == length
 
 
 def test_the_longest_row_of_a_patched_checkpoint(tmp_path: Path) -> None:

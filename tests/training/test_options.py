@@ -39,22 +39,19 @@ def test_every_option_has_a_help_text(config_class):
 @pytest.mark.parametrize(("verb", "config_class"), [("finetune", FinetuneConfig), ("convert", ConvertConfig)])
 def test_help_lists_every_option_with_its_default(verb, config_class, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert main([verb, "--help", "all"]) == 0
+    assert main([verb, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     defaults = config_class()
     for entry in fields(config_class):
-        value = getattr(defaults, entry.name)
+        value, hidden = getattr(defaults, entry.name), entry.metadata["brief"]
         names = [f"{entry.name}.{inner.name}" for inner in fields(value)] if is_dataclass(value) else [entry.name]
         for name in names:
-            assert f"--{name} " in text or name == "model"
+            shown = name.rpartition(".")[2] if hidden else f"--{name} "
+            assert shown in text or name == "model"
     assert ("(default: window)" in text) is (verb == "convert")
     assert "--task_type {classification,causal-lm,masked-lm,embedding}" in text
     assert "(default: None)" not in text
     assert "(default: 512 2048)" in text
-    assert main([verb, "--help"]) == 0
-    short = capsys.readouterr().out
-    assert short.count("\n  --") <= 30
-    assert "--help all" in short
 
 
 @pytest.mark.parametrize(
@@ -78,17 +75,14 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
         (TransferConfig, {"max_steps": -1}, "^max_steps: must be a whole number of at least 0"),
         (TransferConfig, {"per_device_train_batch_size": 0}, "^per_device_train_batch_size: .* of at least 1"),
         (ConvertConfig, {"max_length": 0}, "^max_length: must be a whole number of at least 1, got 0"),
-        (ConvertConfig, {"max_length": 9, "model_type": "bert"}, r"config_overrides \{max_position_embeddings: 9\}"),
-        (ConvertConfig, {"max_length": 9, "from_config": True}, "^max_length: extends positions that were trained"),
-        (ConvertConfig, {"save_total_limit": 0}, "^save_total_limit: must be a whole number of at least 1"),
+        (FinetuneConfig, {"max_length": 9, "model_type": "bert"}, r"config_overrides \{max_position_embeddings: 9\}"),
+        (FinetuneConfig, {"max_length": 9, "from_config": True}, "^max_length: extends positions that were trained"),
         (ConvertConfig, {"seed": -1}, "^seed: must be a whole number of at least 0"),
         (TimingConfig, {"lengths": (512, 0)}, r"^lengths: .* a whole number of at least 16, got \(512, 0\)"),
         (ConvertConfig, {"resume": True, "overwrite": True}, "^resume: excludes overwrite"),
         (ConvertConfig, {"bf16": True, "fp16": True}, "^bf16: excludes fp16"),
-        (ConvertConfig, {"plan": "p.json", "layers": (0,)}, "^plan: says what every layer gets"),
         (FinetuneConfig, {"train": StageConfig(num_train_epochs=0)}, "there is nothing to train"),
         (FinetuneConfig, {"options": {"window_size": 32}}, "^options: is for a mechanism: give attention"),
-        (ConvertConfig, {"attention": None, "layers": (0,)}, "^layers: is for a mechanism: give attention"),
         (ConvertConfig, {"data": DataConfig(mlm_probability=0.3)}, "^data.mlm_probability: is for masked-lm"),
         (
             ConvertConfig,
@@ -96,11 +90,10 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
             "^data.metrics: is for classification",
         ),
         (StageConfig, {"eval_steps": 0, "patience": 2}, "^patience: counts evaluations"),
-        (ConvertConfig, {"tokenizer": "x", "train_tokenizer": 500}, "^train_tokenizer: trains one"),
+        (FinetuneConfig, {"tokenizer": "x", "train_tokenizer": 500}, "^train_tokenizer: trains one"),
         (ConvertConfig, {"control": True, "attention": None}, "^control: is trained beside a linear model"),
         (ConvertConfig, {"control": True, "distill": DistillConfig(0.0)}, "^control: is trained beside"),
         (ConvertConfig, {"exact_share": 1.5}, "^exact_share: .* of at least 0 and below 1, got 1.5"),
-        (ConvertConfig, {"exact_share": 0.2, "layers": (0,)}, "leave plan and layers out"),
         (ConvertConfig, {"distill": DistillConfig(carried_length=8)}, "needs task_type causal-lm"),
         (
             ConvertConfig,

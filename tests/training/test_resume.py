@@ -326,16 +326,6 @@ def test_another_model_of_the_same_name_does_not_resume(
 
 
 @pytest.mark.slow
-def test_the_number_of_worker_processes_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    for workers in (0, 2):
-        config = finetune_config(
-            folder / "encoder", folder / "task", tmp_path / f"{workers}", dataloader_num_workers=workers
-        )
-        finetune(config, console=quiet())
-    assert weights(tmp_path / "0") == weights(tmp_path / "2")
-
-
-@pytest.mark.slow
 def test_the_weights_of_the_best_step_remain(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are invented; the weights of the result must be those at the best of them."""
     models: list[dict[str, torch.Tensor]] = []

@@ -38,7 +38,6 @@ def settings_file(folder: Path, name: str, batch_size: int, **changes: Any) -> P
     sizes |= {f"{stage}__arguments": {"logging_steps": 1} for stage in ("teacher", "distill")}
     sizes["transfer__logging_steps"] = 1
     changes = {
-        "per_device_eval_batch_size": 5,
         "teacher__learning_rate": 3e-4,
         "distill__learning_rate": 3e-4,
         **sizes,
