@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import Cache, PretrainedConfig, PreTrainedModel
@@ -478,7 +478,8 @@ def complete_checkpoint(folder: Path) -> None:
 
 
 def check_index(folder: Path) -> None:
-    """Raise a ValueError where the index of a sharded checkpoint names a file outside of its folder."""
+    """Raise a ValueError where the index of a sharded checkpoint names a file outside of its folder, or where tensors
+    of linear attention stand in two of its files: Transformers would take the last, whichever the index says."""
     for path in sorted(folder.glob("*.index.json")):
         try:
             names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
@@ -492,6 +493,28 @@ def check_index(folder: Path) -> None:
             raise ValueError(
                 f"{str(path)!r} names {outside[0]!r}, which is no file of its folder. Do not trust this checkpoint."
             )
+        check_shards([folder / name for name in sorted(names) if name.endswith(".safetensors")])
+
+
+def check_shards(paths: list[Path]) -> None:
+    """Raise a ValueError where a tensor of linear attention stands in two files; missing and broken ones are not read.
+
+    What is wrong with those Transformers says.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in file.keys() if is_learned(name)]  # noqa: SIM118 (no dictionary)
+        except (OSError, SafetensorError):
+            continue
+        for name in names:
+            first = found.setdefault(name, path)
+            if first != path:
+                raise ValueError(
+                    f"{name!r} stands in {str(first)!r} and in {str(path)!r}: which one belongs to the model? The "
+                    "checkpoint was changed after it was saved: save it again from the patched model."
+                )
 
 
 def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool = False) -> None:

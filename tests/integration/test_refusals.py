@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import bidirectional_mask_function
@@ -146,6 +149,26 @@ def test_an_index_of_weights_that_is_none(tmp_path):
         index.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=r"is no index of weights .* Copy or download the checkpoint again"):
             hla.load_pretrained(str(tmp_path))
+
+
+def test_a_tensor_that_stands_in_two_shards(tmp_path):
+    """Transformers loads that of the last file, though the index names the first: of ours, this is refused."""
+    model = patched("hedgehog", LLAMA)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    (index,) = tmp_path.glob("*.index.json")
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    name = next(name for name in shards if "linear_attention" in name)
+    others = sorted({file for file in shards.values() if file != shards[name]})
+    assert others
+    for other in others:
+        before = (tmp_path / other).read_bytes()
+        save_file(
+            {**load_file(tmp_path / other), name: model.state_dict()[name] + 1}, tmp_path / other, {"format": "pt"}
+        )
+        with pytest.raises(ValueError, match=rf"{name}' stands in .* and in .*: which one belongs to the model"):
+            hla.load_pretrained(str(tmp_path))
+        (tmp_path / other).write_bytes(before)
+    assert torch.equal(logits(hla.load_pretrained(str(tmp_path)), token_ids()), logits(model, token_ids()))
 
 
 def test_other_errors_while_saving_stay_what_they_are(tmp_path):
