@@ -68,8 +68,7 @@ def prepare_with_exact(
         return {**linear, **exact}
     after = InPlaceState({**linear, **exact})
     after.memory = linear.memory  # type: ignore[attr-defined]
-    members = [(holder, tuple(holder.values())) for holder in (mechanism.__dict__, mechanism._modules)]
-    weights = step.weights._replace(attributes=[*members, *step.weights.attributes])
+    weights = step.weights._replace(attributes=[*_values_of(mechanism), *step.weights.attributes])
     after.prepared = PreparedStep(mechanism, weights, inputs, [kernel, ExactStep(inputs, after, heads[1])])
     return after
 
@@ -83,7 +82,7 @@ def prepare_exact(mechanism: nn.Module, inputs: AttentionInputs, after: State) -
         return after
     if unavailable_reason() is not None or (dtype is torch.float16 and not has_float16()):
         return after
-    weights = _Weights([], [(mechanism.__dict__, tuple(mechanism.__dict__.values()))], [])
+    weights = _Weights([], _values_of(mechanism), [])
     step = PreparedStep(mechanism, weights, inputs, [])
     if not step.matches(mechanism, inputs):
         return after
@@ -127,8 +126,10 @@ class _Weights(NamedTuple):
             tensor: Tensor = owner[name]
             read.append((owner, name, tensor.data_ptr(), tensor.nbytes, tensor.dtype))
             memory.append(tensor.detach())
-        holders: list[Mapping[str, Any]] = [part for module in modules for part in (module.__dict__, module._modules)]
-        return _Weights(read, [(holder, tuple(holder.values())) for holder in holders], memory)
+        attributes: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []
+        for module in modules:
+            attributes += _values_of(module)
+        return _Weights(read, attributes, memory)
 
     def unchanged(self) -> bool:
         for entries, name, address, size, dtype in self.entries:
@@ -142,6 +143,11 @@ class _Weights(NamedTuple):
 
 
 _TENSOR_TYPES = (Tensor, nn.Parameter)
+
+
+def _values_of(module: nn.Module) -> list[tuple[Mapping[str, Any], tuple[Any, ...]]]:
+    """Return the attributes and the parts of a module, and what they are now."""
+    return [(holder, tuple(holder.values())) for holder in (module.__dict__, module._modules)]
 
 
 class KernelStep:

@@ -31,7 +31,7 @@ def join_rows(states: Sequence[State], padding: Sequence[int]) -> State:
         ValueError: The states have different entries.
     """
     if len({frozenset(state) - {"exact_mask"} for state in states}) > 1:
-        names = sorted({name for state in states for name in state})
+        names = sorted(set().union(*states))
         raise ValueError(f"States of different mechanisms or options cannot be joined: not all have {names}.")
     has_mask = any(padding) or any("exact_mask" in state for state in states)
     if has_mask and "exact_key" in states[0]:
