@@ -74,6 +74,29 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
     return Encoded(encoded, sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
 
 
+def encode_targets(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int) -> Encoded:
+    """Encode two text columns as the inputs of an encoder-decoder and its targets, `labels`; both cut to `max_length`.
+
+    Raises:
+        ValueError: A row that the tokenizer cannot read.
+    """
+
+    def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
+        source, target = (batch[name] for name in columns)
+        whole = [len(ids) for ids in _tokenize(tokenizer, [source], rows)["input_ids"]]
+        limits = {"truncation": True, "max_length": max_length}
+        encoded = _tokenize(tokenizer, [source], rows, **limits)
+        labels = tokenizer(text_target=target, return_attention_mask=False, verbose=False, **limits)["input_ids"]
+        _reset(tokenizer)
+        dropped = [max(length - max_length, 0) for length in whole]
+        return {"input_ids": encoded["input_ids"], "labels": list(labels), DROPPED: dropped}
+
+    encoded = _map(dataset, tokenizer, encode, list(columns))
+    dropped = encoded[DROPPED][:]
+    encoded = encoded.remove_columns(DROPPED)
+    return Encoded(encoded, sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
+
+
 def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_length: int) -> Encoded:
     """Encode a text column as full blocks for causal language models.
 

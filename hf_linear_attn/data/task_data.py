@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    EvalPrediction,
+)
 
 from ..utils.options import OptionError
 from .config import PYTHON_DOCUMENTATION, DataConfig
-from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, row_lengths
+from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, encode_targets, row_lengths
 from .files import (
     FORMATS,
     TEXT_FORMATS,
@@ -197,7 +202,8 @@ def load_task_data(
 
     What rows are depends on the task type alone: of a `causal-lm` blocks of `data.max_length` tokens of joined
     documents, each beginning with what the tokenizer puts before a text (see `encode_blocks`); of a `masked-lm` or an
-    `embedding` passages of single documents; of a `classification` one row an example, with `labels`. Held out are the
+    `embedding` passages of single documents; of a `classification` one row an example, with `labels`; of a `seq2seq-lm`
+    the tokens of one text column, with those of another one as `labels`. Held out are the
     validation splits of the data, or else a share of the training rows (see `hold_out`), which depends neither on a
     seed nor on the task type.
 
@@ -227,6 +233,8 @@ def load_task_data(
         if documents is not None:
             raise ValueError("Documents have no labels, which classification needs: give data.task or data.dataset.")
         return _classification(tokenizer, data, data.max_length, seed)
+    if task_type == "seq2seq-lm":
+        return _sequence_to_sequence(tokenizer, data, data.max_length, seed)
     return _language_model(task_type, tokenizer, data, data.max_length, seed, documents)
 
 
@@ -246,6 +254,17 @@ def _classification(tokenizer: Any, data: DataConfig, max_length: int, seed: int
         source=source_name(data),
     )
     _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, task.columns, max_length))
+    return task_data
+
+
+def _sequence_to_sequence(tokenizer: Any, data: DataConfig, max_length: int, seed: int) -> TaskData:
+    columns = data.text_columns
+    if len(columns) != 2:
+        listed = ", ".join(columns) or "none"
+        raise OptionError("data.text_columns", f"of seq2seq-lm are two, the inputs and the targets, not {listed}.")
+    task_data = TaskData("seq2seq-lm", tokenizer, DataCollatorForSeq2Seq(tokenizer), source=source_name(data))
+    splits = load_splits(data, columns)
+    _encode(task_data, splits, data, seed, lambda rows: encode_targets(rows, tokenizer, columns, max_length))
     return task_data
 
 
@@ -392,7 +411,7 @@ def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
 
 def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]) -> None:
     """Encode the splits, cut to the requested number of rows: of a causal language model blocks, or passages."""
-    blocks = task.task_type != "classification"  # a document gives several rows
+    blocks = task.task_type not in ("classification", "seq2seq-lm")  # a document gives several rows
     encoded = encode(splits["train"] if blocks else _draw(splits["train"], data.max_train_samples, seed))
     task.train = _draw(encoded.dataset, data.max_train_samples, seed)
     task.facts = {

@@ -51,14 +51,14 @@ LOCAL_OPTIONS = ("output", "resume", "overwrite")
 
 USE = """\
 ```python
-from transformers import {auto_class}, AutoTokenizer, pipeline
+from transformers import {auto_class}, AutoTokenizer{pipeline}
 
 import hf_linear_attn as hla
 
 source = "."  # this folder; or its repository on the Hub
 model = hla.load_pretrained(source, {auto_class})
 tokenizer = AutoTokenizer.from_pretrained(source)
-print(pipeline("{pipeline}", model=model, tokenizer=tokenizer)({text}))
+{call}
 ```
 
 Where the package is installed, `from_pretrained(source, trust_remote_code=True)` of that class gives the same model. \
@@ -301,7 +301,7 @@ def model_card(config: TrainingRunConfig, result: ConversionResult) -> str:
     columns = TASKS.get(config.data.task).columns if config.data.task else config.data.text_columns
     is_pair = kind.task_type == "classification" and len(columns) == 2
     text = PAIR_EXAMPLE if is_pair else kind.example
-    use = USE.format(auto_class=kind.auto_class, pipeline=kind.pipeline, text=text)
+    use = USE.format(auto_class=kind.auto_class, call=kind.call(text), pipeline=", pipeline" if kind.pipeline else "")
     settings = yaml.safe_dump(
         changed_options(to_dict(config), to_dict(type(config)().completed())), sort_keys=False, allow_unicode=True
     )

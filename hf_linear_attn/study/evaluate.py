@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..data.config import DataConfig
 from ..measure.fidelity import FidelityMetric
+from ..measure.metric import Metric
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model
 from ..registry import ATTENTIONS, seed_options
@@ -127,13 +128,15 @@ def evaluate(
             study, subject, variants_of(subject, study, attentions, config.seeds, steps, groups)
         )
         notes: list[str] = []
-        if timing:
+        if subject.kind.is_encoder_decoder:
+            notes.append("Encoder-decoders are not timed: their time depends on two lengths.")
+        elif timing:
             exact = subject.cast(config.speed.dtype)
             timed = timed_variants(exact, attentions, config.seeds[0], groups, max(lengths))
             speed = SpeedStudy(study, exact, timed, seconds, flops=not config.quick)
             speed.measure(lengths, backward=config.speed.backward, batch_size=config.speed.batch_size)
             measured += [*map(Measured.of_times, speed.records)]
-            notes = speed.notes
+            notes += speed.notes
         tables = examples(subject, linear) if examples is not None else {}
     return Evaluation(
         model=subject.facts(),
@@ -179,7 +182,9 @@ def measure_quality(
     study: Study, subject: Subject, rows: Any
 ) -> tuple[list[list[Measured]], dict[str, Callable[[], PreTrainedModel]]]:
     """Measure every variant of a model; return the numbers, and a loader of the last linear one of each label."""
-    fidelity = {"fidelity": FidelityMetric(held_out_batches(subject.data)[:FIDELITY_BATCHES])}
+    fidelity: dict[str, Metric] = {}
+    if not subject.kind.is_encoder_decoder:
+        fidelity["fidelity"] = FidelityMetric(held_out_batches(subject.data)[:FIDELITY_BATCHES])
     measured: list[list[Measured]] = []
     linear: dict[str, Callable[[], PreTrainedModel]] = {}
     for variants in rows:

@@ -28,21 +28,37 @@ class Kind:
     auto_class: str  # of Transformers, which loads it
     metric: Callable[[TaskData, PreTrainedModel], Metric]  # from its data and the exact model
     pipeline_tag: str  # what the Hub calls it
-    pipeline: str  # of Transformers
+    pipeline: str  # of Transformers; empty: there is none
     example: str  # the arguments of the pipeline on a card
     units: tuple[str, ...] = ()  # of budgets of quality that it can be given, the usual one first
     recall_task: str = ""  # of `measure_recall`, for a budget of recall
     is_causal: bool | None = None  # what its attention must be; None: either
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the inputs of its decoder are made of the labels."""
+        return self.task_type == "seq2seq-lm"
+
+    @property
     def is_language_model(self) -> bool:
-        """Whether it predicts tokens, which its attention can be switched off for."""
-        return self.metric in (_next_tokens, _labelled_tokens)
+        """Whether it predicts the tokens of a text."""
+        return self.task_type in ("causal-lm", "masked-lm")
+
+    def call(self, arguments: str) -> str:
+        """Return the code of a card that calls `model` with `tokenizer`."""
+        if self.pipeline:
+            return f'print(pipeline("{self.pipeline}", model=model, tokenizer=tokenizer)({arguments}))'
+        return f'print(tokenizer.decode(model.generate(**tokenizer({arguments}, return_tensors="pt"))[0]))'
 
     @property
     def model_class(self) -> Any:
         """The auto class."""
         return getattr(transformers, self.auto_class)
+
+
+def input_columns(rows: Any, kind: Kind) -> list[str]:
+    """Return the columns of a data set that a model reads; of an encoder-decoder with the labels."""
+    return [name for name in rows.column_names if name != "labels" or kind.is_encoder_decoder]
 
 
 def held_out_batches(data: TaskData) -> list[Batch]:
@@ -114,6 +130,15 @@ KINDS = {
             units=("cosine", "recall"),
             recall_task=RETRIEVAL,
             is_causal=False,
+        ),
+        Kind(
+            "seq2seq-lm",
+            "an encoder-decoder",
+            "AutoModelForSeq2SeqLM",
+            _labelled_tokens,
+            "text2text-generation",
+            "",
+            EXAMPLE,
         ),
     )
 }

@@ -62,7 +62,7 @@ from ..utils.options import OptionError, flatten, to_dict
 from ..utils.progress import LineProgress, Progress
 from . import models
 from .budgets import Budget
-from .kinds import KINDS, Kind
+from .kinds import KINDS, Kind, input_columns
 from .study import LEARNED_FOLDER, RECORDS_FILE, Conditions, Records, Study
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.
@@ -613,7 +613,7 @@ class TrainingRun:
         lengths = row_lengths(rows)
         step = batch_size * config.transfer.gradient_accumulation_steps * self.process.num_processes
         loader: Any = DataLoader(
-            rows.select_columns([name for name in rows.column_names if name != "labels"]),
+            rows.select_columns(input_columns(rows, self.kind)),
             batch_size=batch_size,
             sampler=EpochSampler(len(rows), config.seed, lengths, step) if shuffle else None,
             collate_fn=SeededCollator(data.collator, config.seed),

@@ -32,7 +32,7 @@ from ..utils.environment import environment
 from ..utils.models import Batch, torch_device
 from ..utils.options import OptionError
 from . import models
-from .kinds import KINDS, Kind
+from .kinds import KINDS, Kind, input_columns
 from .options import EvaluateConfig
 from .study import Conditions
 
@@ -94,8 +94,7 @@ class Subject:
         order = list(range(len(rows)))
         random.Random(seed).shuffle(order)
         size = max(1, min(32, STEP_TOKENS // self.data.longest))
-        names = [name for name in rows.column_names if name != "labels"]
-        rows = rows.select_columns(names)
+        rows = rows.select_columns(input_columns(rows, self.kind))
         batches: list[Batch] = [
             self.data.collator([rows[index] for index in order[start : start + size]])
             for start in range(0, len(order), size)
@@ -189,18 +188,12 @@ def sentence_pairs(folder: str, tokenizer: Any, collator: Any, length: int) -> S
 
 
 def task_type_of(config: Any, model: PreTrainedModel | None, data: DataConfig) -> str:
-    """Return the kind of a checkpoint, or of a loaded model: by the class that it was saved from, and its task.
-
-    Raises:
-        ValueError: It is an encoder-decoder model.
-    """
+    """Return the kind of a checkpoint, or of a loaded model: by the class that it was saved from, and its task."""
     name = type(model).__name__ if model is not None else (config.architectures or [""])[0]
     if data.task is not None or "ForSequenceClassification" in name:
         return "classification"
     if config.is_encoder_decoder:
-        problem = "is an encoder-decoder, which is not evaluated here (patch_model serves it)"
-        remedy = "Give an encoder (BERT, RoBERTa, …) or a decoder (GPT-2, Llama, …)."
-        raise ValueError(f"Model type {config.model_type!r} {problem}. {remedy}")
+        return "seq2seq-lm"
     is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
         return "causal-lm" if not is_masked or config.is_decoder else "embedding"

@@ -13,7 +13,7 @@ from ..utils.options import OptionError, check_exclusive, check_options, default
 #: Tokens of the inputs that are timed after a training.
 TIMED_LENGTHS = (512, 2048)
 
-TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding"]
+TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding", "seq2seq-lm"]
 AttentionLoss = Literal["auto", "weights", "outputs"]
 
 
@@ -112,7 +112,9 @@ class DistillConfig(StageConfig):
     logits_weight: float = option(1.0, "weight of KL(teacher || student) of the outputs", least=0)
     temperature: float = option(2.0, "temperature of both distributions in that divergence", above=0)
     task_weight: float = option(1.0, "weight of the task's own loss", least=0)
-    hidden_weight: float = option(1.0, "weight of the relative error of the hidden states, layer by layer", least=0)
+    hidden_weight: float = option(
+        1.0, "weight of the relative error of the hidden states, layer by layer (0 for seq2seq-lm)", least=0
+    )
     carried_length: int = option(
         0, "tokens at the start of rows: the rest begins with their state, without a gradient", least=0
     )
@@ -303,4 +305,6 @@ class ConvertConfig(TrainingRunConfig):
         """Return these options with the task type, timed lengths and training (a budget's) that they leave open."""
         training = USUAL_TRAINING if self.budget is None else BUDGET_TRAINING[self.resolved_task_type]
         transfer, distill = _filled_in(self.transfer, training[0]), _filled_in(self.distill, training[1])
+        if self.resolved_task_type == "seq2seq-lm":  # whose encoder and decoder have states of different lengths
+            distill = replace(distill, hidden_weight=0.0)
         return replace(super().completed(), transfer=transfer, distill=distill)

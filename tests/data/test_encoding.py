@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from hf_linear_attn.data.encoding import encode_blocks, encode_pairs, encode_passages
+from hf_linear_attn.data.encoding import encode_blocks, encode_pairs, encode_passages, encode_targets
 from hf_linear_attn.data.text import packed_rows
 from tests.data.tiny_data import tokenizer
 
@@ -167,6 +167,16 @@ def test_too_little_text_for_a_block_is_a_shorter_one():
     (row,) = encoded.dataset["input_ids"][:]
     assert tok.convert_ids_to_tokens(row) == ["[CLS]", "alpha", "beta", "[EOS]"]
     assert (row, encoded.dropped) == (packed_rows(tok, ["alpha beta"], 8)[0], 0)
+
+
+def test_targets_are_the_tokens_of_the_other_column():
+    tok = tokenizer()
+    rows = datasets.Dataset.from_dict({"a": ["alpha beta gamma", "one"], "b": ["beta", "gamma alpha"]})
+    encoded = encode_targets(rows, tok, ("a", "b"), 4)
+    assert encoded.dataset["input_ids"][1] == tok("one")["input_ids"]
+    assert [tok.decode(ids, skip_special_tokens=True) for ids in encoded.dataset["labels"]] == ["beta", "gamma alpha"]
+    whole = len(tok("alpha beta gamma")["input_ids"])
+    assert (len(encoded.dataset["input_ids"][0]), encoded.truncated, encoded.dropped) == (4, 1, whole - 4)
 
 
 def test_passages_lose_nothing():

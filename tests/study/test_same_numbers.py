@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertForMaskedLM
+from transformers import AutoTokenizer, BartForConditionalGeneration, BertForMaskedLM
 
 import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import load_checkpoint
@@ -18,7 +18,13 @@ from hf_linear_attn.study.result import ConversionResult
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import quiet, save_decoder, save_encoder, save_task, save_text
 
-CASES = {"causal-lm": "decoder", "embedding": "encoder", "classification": "tuned", "masked-lm": "masked"}
+CASES = {
+    "causal-lm": "decoder",
+    "embedding": "encoder",
+    "classification": "tuned",
+    "masked-lm": "masked",
+    "seq2seq-lm": "bart",
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_encoder(root / "encoder")
     save_encoder(root / "tuned", head=True)
     save_checkpoint(root / "masked", "bert", BertForMaskedLM, mask=True, seed=1)
+    save_checkpoint(root / "bart", "bart", BartForConditionalGeneration, seed=1)
     save_decoder(root / "decoder")
     save_task(root / "task")
     save_text(root / "text")
@@ -36,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("task_type", CASES)
 def test_every_way_of_measuring_gives_the_same_number(task_type: str, folder: Path, tmp_path: Path) -> None:
     model, out = str(folder / CASES[task_type]), tmp_path / "out"
-    labelled = task_type == "classification"
-    data: dict[str, Any] = {"dataset": str(folder / "task" if labelled else folder / "text" / "text.txt")}
-    data |= {"text_columns": ("sentence",) if labelled else ("text",), "max_length": 16}
+    columns = {"classification": ("sentence",), "seq2seq-lm": ("sentence", "label")}.get(task_type, ("text",))
+    source = folder / "text" / "text.txt" if columns == ("text",) else folder / "task"
+    data: dict[str, Any] = {"dataset": str(source), "text_columns": columns, "max_length": 16}
     hla.convert(
         model=model,
         output=str(out),
