@@ -50,7 +50,8 @@ def without_retired(name: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The mechanism or the feature map is gone, or an option that is gone has a value that did something.
     """
-    remaining, remedy = dict(options), f"hf-linear-attn {RETIRED_AFTER} was the last version to have it, and reads it."
+    remaining = dict(options)
+    remedy = f"hf-linear-attn {RETIRED_AFTER} was the last version to have it, and reads it."
     if str(name) in RETIRED:
         raise ValueError(f"{name!r} is gone: {remedy}")
     for option, unused in RETIRED_OPTIONS.get(str(name), {}).items():
@@ -91,7 +92,8 @@ class LayerConfig:
 
     def build_options(self) -> tuple[Any, CacheDtype]:
         """Return the options of the mechanism, and the `cache_dtype` of exact heads, which it may have as an option."""
-        entry, values = ATTENTIONS.get(self.attention), dict(self.options)
+        entry = ATTENTIONS.get(self.attention)
+        values = dict(self.options)
         if any(option.name == "cache_dtype" for option in fields(entry.options)):
             options = build_options(entry, values)
             return options, options.cache_dtype
@@ -121,7 +123,8 @@ class LayerConfig:
         if isinstance(value, Mapping):
             if "attention" not in value:
                 raise ValueError(f"A layer's settings need the key 'attention', got {dict(value)!r}.")
-            attention, options = value["attention"], {key: x for key, x in value.items() if key not in LAYER_KEYS}
+            attention = value["attention"]
+            options = {key: x for key, x in value.items() if key not in LAYER_KEYS}
             options = without_retired(attention, {**value.get("options", {}), **options})
             return cls(attention, options, value.get("exact_heads", ()))
         raise TypeError(

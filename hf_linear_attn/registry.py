@@ -198,11 +198,13 @@ def _decorator(
 
 def seed_options(entry: AttentionEntry, seed: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the options of a mechanism with a seed where it has such an option, or its feature map, and no value."""
-    values, names = dict(options or {}), {item.name for item in fields(entry.options)}
+    values = dict(options or {})
+    names = {item.name for item in fields(entry.options)}
     if "seed" in names:
         return values | ({"seed": seed} if values.get("seed") is None else {})
     if "feature_map_options" in names and str(values.get("feature_map")) in FEATURE_MAPS:
-        map_entry, map_options = FEATURE_MAPS.get(values["feature_map"]), values.get("feature_map_options", {})
+        map_entry = FEATURE_MAPS.get(values["feature_map"])
+        map_options = values.get("feature_map_options", {})
         values["feature_map_options"] = seed_options(map_entry, seed, map_options)
     return values
 

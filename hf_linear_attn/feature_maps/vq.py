@@ -77,7 +77,8 @@ class VQFeatureMap(FeatureMap):
         attention that it gets, so that codes lie where it goes.
         """
         importance = torch.ones_like(keys[..., 0]) if importance is None else importance
-        groups, repeats = len(keys), self.shape.num_heads // len(keys)
+        groups = len(keys)
+        repeats = self.shape.num_heads // len(keys)
         damping = torch.ones_like(keys[0, 0]) if damping is None else damping.to(keys)
         for group in range(groups):
             query = queries[group].float() * damping
@@ -98,7 +99,8 @@ class VQFeatureMap(FeatureMap):
             # The mean of the keys themselves, so that a query's product with a code is the mean of its products.
             codes = torch.linalg.solve(root.T, (centres + mean).T) * damping.unsqueeze(1)
             self.query_weight[group * repeats : (group + 1) * repeats] = codes
-            weight, bias = root @ centres.T, -(centres * (centres / 2 + mean)).sum(dim=1)
+            weight = root @ centres.T
+            bias = -(centres * (centres / 2 + mean)).sum(dim=1)
             largest = torch.maximum(weight.abs().max(), bias.abs().max())
             precision = torch.minimum(precision, torch.finfo(self.key_weight.dtype).max / largest)
             self.key_weight[group], self.key_bias[group] = precision * weight, precision * bias
@@ -120,7 +122,8 @@ def _k_means(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tenso
     nearest = torch.zeros(len(points), dtype=torch.long, device=points.device)
     weighted = points * weights.unsqueeze(1)
     for _ in range(LLOYD_STEPS):
-        previous, nearest = nearest, (points @ centres.T - centres.square().sum(dim=1) / 2).argmax(dim=1)
+        previous = nearest
+        nearest = (points @ centres.T - centres.square().sum(dim=1) / 2).argmax(dim=1)
         if torch.equal(previous, nearest):
             break
         totals = torch.bincount(nearest, weights, minlength=count).unsqueeze(1)

@@ -80,7 +80,8 @@ class GatedDeltaAttention(LinearAttention):
         return ops.delta_causal(call)
 
     def _keys(self, key: Tensor, scaling: float) -> ops.DeltaKeys:
-        weight, bias = self.gate_weight.to(key.dtype), self.gate_bias.to(key.dtype)
+        weight = self.gate_weight.to(key.dtype)
+        bias = self.gate_bias.to(key.dtype)
         gates = (key * scaling**0.5) @ weight + bias.unsqueeze(-2)
         rate = MIN_RATE + (1 - MIN_RATE) * torch.sigmoid(gates[..., 1])
         values = functional.normalize(self.feature_map.key(key, scaling).values, dim=-1)

@@ -53,7 +53,8 @@ class HeadMixture(LinearAttention):
         exact_heads: Sequence[int],
         cache_dtype: CacheDtype = "auto",
     ) -> None:
-        chosen, groups = set(exact_heads), shape.num_key_value_heads
+        chosen = set(exact_heads)
+        groups = shape.num_key_value_heads
         others = groups - len(chosen)
         if not chosen <= set(range(groups)):
             raise ValueError(
@@ -179,6 +180,7 @@ class HeadMixture(LinearAttention):
 
     def _join(self, linear: Tensor, exact: Tensor) -> Tensor:
         """Put the heads `[B, H, L, x]` of the mechanism and the exact ones into their places."""
-        count, groups = len(self.exact_heads), self.shape.num_key_value_heads
+        count = len(self.exact_heads)
+        groups = self.shape.num_key_value_heads
         parts = iter(linear.chunk(groups - count, dim=1)), iter(exact.chunk(count, dim=1))
         return torch.cat([next(parts[index in self.exact_heads]) for index in range(groups)], dim=1)

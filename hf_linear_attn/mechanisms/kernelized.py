@@ -68,13 +68,16 @@ class KernelizedAttention(LinearAttention):
             return feature_map.functions(inputs.scaling), None
         batch, length = inputs.key.shape[0], inputs.key.shape[2]
         real = torch.ones(1, length, dtype=torch.long, device=inputs.key.device) if mask is None else mask.long()
-        positions, counts = real.cumsum(dim=1) - 1, real.expand(batch, -1).sum(dim=1)
+        positions = real.cumsum(dim=1) - 1
+        counts = real.expand(batch, -1).sum(dim=1)
         if inputs.ranks is not None:
             all_counts = parallel.counts_of_slices(mask, inputs.key, inputs.ranks)
             before = (all_counts * inputs.ranks.earlier(counts.device).unsqueeze(1)).sum(dim=0)
-            positions, counts = positions + before.unsqueeze(1), counts + before
+            positions = positions + before.unsqueeze(1)
+            counts = counts + before
         if state is not None:
-            positions, counts = positions + state["count"].unsqueeze(1), counts + state["count"]
+            positions = positions + state["count"].unsqueeze(1)
+            counts = counts + state["count"]
         positions = positions.to(compute_dtype(inputs.query))
         return feature_map.functions(inputs.scaling, (inputs.of_queries(positions), positions)), counts
 

@@ -17,7 +17,7 @@ from .base import AttentionInputs, LinearAttention
 
 
 class RFAOptions(Options):
-    num_features: int = option(256, "number of features m, two of each random row (even)", least=1, even=True)
+    num_features: int = option(256, "number of features m, two of each random row (even)", least=1, parity="even")
     sigma_init: float = option(1.0, "start of the learned scales σ of the random rows", above=0)
     gate: bool = option(True, "learned forgetting, in causal layers")
     initial_decay: float = decay_option()

@@ -127,7 +127,8 @@ def softmax_attention(
         terms: What the model adds to its logits.
     """
     # Under autocast rotary positions give float32 queries and keys, and the projection half-precision values.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     if terms is not None:
         distance = distances(query.shape[2], key.shape[2], None, query.device)
         if causal:

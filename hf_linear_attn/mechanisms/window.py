@@ -81,7 +81,8 @@ class HybridAttention(LinearAttention):
         if options.window_size < shape.bias_reach:
             options = replace(options, window_size=shape.bias_reach)
         super().__init__(shape, options)
-        entry, values = FEATURE_MAPS.get(options.feature_map), dict(options.feature_map_options)
+        entry = FEATURE_MAPS.get(options.feature_map)
+        values = dict(options.feature_map_options)
         if (seed := vars(options).get("seed")) is not None:  # of all that the mechanism draws
             values = seed_options(entry, seed, values)
         self.feature_map: FeatureMap = entry.factory(shape, build_options(entry, values))
@@ -236,7 +237,8 @@ class WindowAttention(HybridAttention):
 
     def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:
         """Return the call with all that is exact beside the window."""
-        call, options = super()._call(inputs, log_mix), self.options
+        call = super()._call(inputs, log_mix)
+        options = self.options
         call.sinks = options.sink_tokens
         call.cache_dtype = stored_dtype(options.cache_dtype, inputs.key, inputs.value)
         return call
@@ -287,7 +289,8 @@ class WindowAttention(HybridAttention):
     def _constant_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return the part of g that does not depend on the query: `[1, H, 1]`, with a saturation `[B | 1, H, L]`."""
         query = inputs.query
-        log_mix, saturation = self.log_mix.to(compute_dtype(query)).view(1, -1, 1), self.options.saturation
+        log_mix = self.log_mix.to(compute_dtype(query)).view(1, -1, 1)
+        saturation = self.options.saturation
         if saturation is None:
             return log_mix
         outside = inputs.of_queries(self._count_outside(inputs)).unsqueeze(1)
@@ -295,7 +298,8 @@ class WindowAttention(HybridAttention):
 
     def _query_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return `clip(√τ u·q_i)`, `[B, H, L]`. NaN in padding reaches neither it nor u's gradient."""
-        query, mask = inputs.query, None if inputs.padding is None else inputs.of_queries(inputs.padding)
+        query = inputs.query
+        mask = None if inputs.padding is None else inputs.of_queries(inputs.padding)
         if torch.is_grad_enabled() and self.mix_weight.requires_grad:
             query = mask_tokens(query, mask)  # Without a gradient we save this copy of the queries.
         # This is no matrix product, because the rounding of one depends on the rest of the batch. On a CPU it goes in
@@ -330,7 +334,8 @@ class WindowAttention(HybridAttention):
             real = real.scatter(1, end_positions(mask, sinks, real.shape[0], length, device), 0)
         cumulative = real.cumsum(dim=1)
         position = torch.arange(length, device=device)
-        last, first = (position + window - 1).clamp(max=length - 1), position - window
+        last = (position + window - 1).clamp(max=length - 1)
+        first = position - window
         inside = cumulative[:, last] - cumulative[:, first.clamp_min(0)] * (first >= 0)
         return cumulative[:, -1:] - inside
 

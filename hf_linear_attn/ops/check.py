@@ -169,5 +169,6 @@ def _random_map(fused: FusedMap, draw: Callable[..., Tensor], heads: int, double
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return `‖a - b‖ / ‖b‖`."""
-    actual, expected = actual.detach().double(), expected.detach().double()
+    actual = actual.detach().double()
+    expected = expected.detach().double()
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))

@@ -53,11 +53,14 @@ def bidirectional(inputs: AttentionInputs, scale: float) -> Tensor:
     """Compute the bidirectional form, in the dtype of `value`. Time O((L + S)·d·e); temporaries O(block·d)."""
     query, key, value = inputs.tensors
     batch, heads, length, width = query.shape
-    groups, keys, size = key.shape[1], key.shape[2], max(width, value.shape[-1])
+    groups = key.shape[1]
+    keys = key.shape[2]
+    size = max(width, value.shape[-1])
     total, top = _no_keys(key, value)
     assert top is not None
     for _, _, part, (logits, values) in token_blocks(block_length(batch, groups, size, keys), inputs.mask, key, value):
-        logits, before = mask_tokens(logits * scale, part, float("-inf")), top
+        logits = mask_tokens(logits * scale, part, float("-inf"))
+        before = top
         top = torch.maximum(logits.detach().amax(dim=2), before)  # cancels in the table, so that it has no gradient
         base = finite_or_zero(top)
         weights = torch.exp(logits - base.unsqueeze(2)).transpose(-1, -2)
@@ -96,7 +99,8 @@ def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, before: KVSta
     """
     length = logits.shape[2]
     logits = split_chunks(logits, PIECE, float("-inf"))
-    value, features = split_chunks(value, PIECE), split_chunks(features, PIECE)
+    value = split_chunks(value, PIECE)
+    features = split_chunks(features, PIECE)
     assert before.log_scale is not None
     running = logits.detach().flatten(2, 3).cummax(dim=2).values
     running = torch.maximum(running, before.log_scale.unsqueeze(2)).unflatten(2, logits.shape[2:4])
@@ -133,7 +137,9 @@ def _piece_state(logits: Tensor, value: Tensor, ends: Tensor, before: KVState) -
 
 def dense_weights(inputs: AttentionInputs, scale: float) -> Tensor:
     """Compute explicit weights `[B, H, L, S]`, for analysis. O(L·S·d) time."""
-    query, key, allowed = inputs.query, inputs.key, inputs.visible()
+    query = inputs.query
+    key = inputs.key
+    allowed = inputs.visible()
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
     keys = key.shape[2]

@@ -134,7 +134,8 @@ def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, Stat
         positions = torch.empty(1, 0, dtype=torch.long, device=query.device) if sinks is None else sinks.position
         layout = _layout(mask.expand(batch, -1), window, positions, call.causal)
     is_far, code, blocks = layout
-    late, old = slice(window, length), slice(0, length - window)
+    late = slice(window, length)
+    old = slice(0, length - window)
     passes = [(late, old, False)] if call.causal else [(late, old, False), (old, late, True)]
     call = call.replace(query=query, key=key, value=value)
     return _joined(call, _Keys(key, value, code, blocks), is_far, passes if length > window else [])
@@ -167,14 +168,18 @@ def _unpadded_layout(
 def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[Tensor, State | None]:
     """Return the same for what `gather_tokens` returns: `window` older tokens come first, and sinks by themselves."""
     length, window = call.query.shape[2], call.window
-    key, value = mask_tokens(call.key, valid), mask_tokens(call.value, valid)
+    key = mask_tokens(call.key, valid)
+    value = mask_tokens(call.value, valid)
     near_key, near_value = key, value
     position = torch.arange(-window, length, device=valid.device)
     is_far, code = valid, 4 * position + valid
-    code, shift, columns = code.int(), window, position.new_empty(1, 0)
+    code = code.int()
+    shift = window
+    columns = position.new_empty(1, 0)
     if sinks is not None:
         is_far = valid & (position > sinks.position[:, -1:])
-        code, shift = torch.cat([4 * sinks.position + 2, code], dim=1).int(), window + call.sinks
+        code = torch.cat([4 * sinks.position + 2, code], dim=1).int()
+        shift = window + call.sinks
         near_key = torch.cat([sinks.key.to(key.dtype), key], 2)
         near_value = torch.cat([sinks.value.to(value.dtype), value], 2)
         columns = torch.arange(call.sinks, device=code.device)[None]
@@ -195,7 +200,9 @@ def _joined(
     keys, and whether both begin at their ends.
     """
     query, key, value, length = call.query, call.key, call.value, call.query.shape[2]
-    mix, after, learning = call.log_mixing_weights(), None, call.needs_grad()
+    mix = call.log_mixing_weights()
+    after = None
+    learning = call.needs_grad()
     if passes and keys.blocks is not None and not learning:
         far_call = _far_call(call, query, key, value, mask)
         if TritonBackend().unsupported_reason(far_call) is None:
@@ -303,7 +310,8 @@ def _visible(code: Tensor, window: int, causal: bool) -> Callable[..., Tensor]:
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         of_key = code[batch, column]
-        distance, always = row - (of_key >> 2), (of_key & 2) != 0
+        distance = row - (of_key >> 2)
+        always = (of_key & 2) != 0
         outside = always & (distance >= 0) if causal else always
         return torch.where((distance >= least) & (distance < window), (of_key & 1) != 0, outside)
 
@@ -319,7 +327,9 @@ def _block_mask(code: Tensor, length: int, window: int, causal: bool, shift: int
         return None
     from torch.nn.attention.flex_attention import BlockMask
 
-    count, device, ahead = code.shape[1], code.device, 0 if causal else window - 1
+    count = code.shape[1]
+    device = code.device
+    ahead = 0 if causal else window - 1
     row = torch.arange(0, length, BLOCK, device=device)[:, None] + shift
     column = torch.arange(0, count, BLOCK, device=device)
     some = (column <= row + BLOCK - 1 + ahead) & (column + BLOCK - 1 >= row - window + 1)
@@ -348,5 +358,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, threshold: Tensor 
         assert threshold is not None
         return torch.where(score >= threshold[batch, head, row], score, float("-inf"))
 
-    modify, aux = None if threshold is None else select, AuxRequest(lse=True, max_scores=threshold is None)
+    modify = None if threshold is None else select
+    aux = AuxRequest(lse=True, max_scores=threshold is None)
     return flex_attention(q, k, v, modify, mask, scale, q.shape[1] != k.shape[1], return_aux=aux)

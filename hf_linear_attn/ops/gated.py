@@ -90,13 +90,16 @@ def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, 
     Rows are `[B, G, R, l, m]`, keys and values `[B, G, l, …]`.
     """
     length = rows.shape[3]
-    query, features, values = split_chunks(rows, chunk), split_chunks(keys.values, chunk), split_chunks(value, chunk)
+    query = split_chunks(rows, chunk)
+    features = split_chunks(keys.values, chunk)
+    values = split_chunks(value, chunk)
     total = split_chunks(keys.log_decay, chunk).cumsum(dim=-2)  # G_i, [B, G, n, c, 1 | m]
     last = total[..., -1:, :]
     if keys.log_scale is None:
         added = KVState.of(Features(features * (last - total).exp()), values)
         before, carry = _scan(added, last, carry)
-        weights, past = _weights(query, features, total), query * total.exp().unsqueeze(2)
+        weights = _weights(query, features, total)
+        past = query * total.exp().unsqueeze(2)
     else:
         # Relative to the row's largest decayed key scale; the decay that all keys of a row share cancels. The scale has
         # its gradient: a guarded normaliser depends on it.

@@ -51,7 +51,8 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     batch, heads, length, _ = call.query.shape
     refuse_free_length(length, "The gated delta rule")
     step = block_length(batch, heads, max(call.num_features, value.shape[-1], CHUNK), length)
-    outputs, after = [value.new_zeros(batch, heads, 0, value.shape[-1])], call.state
+    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
+    after = call.state
     for start, _, part, (query, key, values) in token_blocks(step, call.mask, call.query, call.key, value):
         rows = group_heads(call.query_features(query, start).values, groups)
         keys = DeltaKeys(*(mask_tokens(x, part) for x in call.key_features(key, start)))  # padding: no decay, no rate
@@ -60,7 +61,8 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
             kv = values.new_zeros(batch, groups, keys.values.shape[-1], values.shape[-1])
             level = values.new_zeros(batch, groups)
         else:
-            kv, level = KVState.from_state(after).total, after["level"]
+            kv = KVState.from_state(after).total
+            level = after["level"]
         for low in range(0, values.shape[2], CHUNK):
             size = slice(low, low + CHUNK)
             chunk = DeltaKeys(*(tensor[:, :, size] for tensor in keys))
@@ -74,7 +76,8 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
 
 def normalise(numerator: Tensor, levels: Tensor) -> Tensor:
     """Turn `Σ w [v, 1]` `[B, G, R, n, e + 1]` into the weighted mean of v; levels c `[B, G, n]`."""
-    total, floor = numerator[..., -1:], (NORMALISER_EPS * levels).square()[:, :, None, :, None]
+    total = numerator[..., -1:]
+    floor = (NORMALISER_EPS * levels).square()[:, :, None, :, None]
     return numerator[..., :-1] * (total / torch.maximum(total.square(), floor).clamp_min(SMALLEST))
 
 
@@ -94,7 +97,8 @@ def _decays(total: Tensor) -> Tensor:
 def _chunk(rows: Tensor, keys: DeltaKeys, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute one chunk: rows `[B, G, R, n, m]`, keys and values `[B, G, n, …]`, state `[B, G, m, e + 1]`."""
     total = keys.log_decay.cumsum(dim=-1)
-    decays, decay = _decays(total), total.exp().unsqueeze(-1)
+    decays = _decays(total)
+    decay = total.exp().unsqueeze(-1)
     expected = decay * (keys.values @ state)
     target = keys.rate.unsqueeze(-1) * (value - expected)
     system = (keys.values @ keys.values.transpose(-1, -2) * decays * keys.rate.unsqueeze(-1)).tril(-1)

@@ -80,7 +80,8 @@ def window_entries(call: WindowedCall) -> Entries:
     """Return sizes and dtypes of what the state of a windowed call has beside its sums."""
     batch, groups, _, size = call.key.shape
     stored = call.cache_dtype or call.query.dtype
-    key_size, value_size = row_size(size, call.cache_dtype), row_size(call.value.shape[3], call.cache_dtype)
+    key_size = row_size(size, call.cache_dtype)
+    value_size = row_size(call.value.shape[3], call.cache_dtype)
     entries: Entries = {"ring_mask": ((batch, call.window), torch.bool), "count": ((batch,), torch.int64)}
     for prefix, tokens in (("ring", call.window), ("sink", call.sinks)):
         if tokens:
@@ -98,7 +99,9 @@ def has_entries(state: State, entries: Entries) -> bool:
 
 def _state_matches(call: BackendCall, state: State) -> bool:
     """Return whether a state has the shapes and dtype of this call, not those of another mechanism or batch size."""
-    kv, k_sum, log_scale = state.get("kv"), state.get("k_sum"), state.get("log_scale")
+    kv = state.get("kv")
+    k_sum = state.get("k_sum")
+    log_scale = state.get("log_scale")
     sizes = (call.key.shape[0], call.key.shape[1], call.num_features)
     if kv is None or k_sum is None or kv.shape != (*sizes, call.value.shape[3]) or k_sum.shape != sizes:
         return False

@@ -72,7 +72,8 @@ def bidirectional(call: KernelizedCall) -> Tensor:
 def key_state(call: KernelizedCall | WindowedCall) -> KVState | None:
     """Return S and z over the keys of a call, None where it has no keys."""
     key, value = call.key, call.value
-    width, kv_state = max(call.num_features, value.shape[-1]), None
+    width = max(call.num_features, value.shape[-1])
+    kv_state = None
     for start, _, part, (columns, values) in token_blocks(
         block_length(key.shape[0], key.shape[1], width, key.shape[2]), call.mask, key, value
     ):
@@ -85,7 +86,8 @@ def attend_to_state(call: KernelizedCall, kv_state: KVState) -> Tensor:
     """Return the outputs `[B, H, L, e]` of the queries of a bidirectional call, given S and z."""
     query, value, signed = call.query, call.value, call.signed
     batch, heads, length, _ = query.shape
-    groups, width = call.key.shape[1], max(call.num_features, value.shape[-1])
+    groups = call.key.shape[1]
+    width = max(call.num_features, value.shape[-1])
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, _, _, (rows,) in token_blocks(block_length(batch, heads, width, length), None, query):
         features = call.query_features(rows, start).values
@@ -113,11 +115,13 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
     for start, stop, part, (columns, values) in token_blocks(step, call.mask, key, value):
         rows = query[:, :, start:stop].to(columns.dtype)
         queries = group_heads(call.query_features(rows, start).values, key.shape[1])
-        keys, values = _masked(call.key_features(columns, start), part), with_ones(values)
+        keys = _masked(call.key_features(columns, start), part)
+        values = with_ones(values)
         for low in range(0, stop - start, chunk):
             now = slice(low, min(low + chunk, stop - start))
             chunk_scale = None if keys.log_scale is None else keys.log_scale[:, :, now]
-            chunk_k, chunk_v = Features(keys.values[:, :, now], chunk_scale), values[:, :, now]
+            chunk_k = Features(keys.values[:, :, now], chunk_scale)
+            chunk_v = values[:, :, now]
             if length == 1 and kv_state is not None:  # the recurrent step: add the token, then read the sums
                 kv_state = kv_state.plus(KVState.of(chunk_k, chunk_v, signed=signed))
                 out = queries.flatten(2, 3) @ kv_state.total

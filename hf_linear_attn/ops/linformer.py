@@ -48,7 +48,8 @@ def resample_projection(projection: Tensor, positions: Tensor, lengths: Tensor) 
     def integral(at: Tensor) -> Tensor:  # [B, S] -> [h, k, B, S]
         at = at.clamp(0, n)
         low = at.floor().clamp(max=n - 1)
-        left, right = total[..., low.long()], total[..., low.long() + 1]
+        left = total[..., low.long()]
+        right = total[..., low.long() + 1]
         return left + (right - left) * (at - low)
 
     return (integral((positions + 1) * share) - integral(positions * share)).permute(2, 0, 1, 3)

@@ -31,7 +31,8 @@ def bidirectional(inputs: AttentionInputs, packed: Tensor) -> Tensor:
 
     Time O((L + S)·l·d), temporaries O((L + S)·l) per head.
     """
-    dtype, mask = compute_dtype(inputs.query), inputs.mask
+    dtype = compute_dtype(inputs.query)
+    mask = inputs.mask
     query, keys, values = (mask_tokens(tensor.to(dtype), mask) for tensor in inputs.tensors)
     logits = (packed.to(dtype) * inputs.scaling) @ keys.transpose(-1, -2)
     weights = softmax_rows(logits, None if mask is None else mask[:, None, None, :])  # [B, G, l, S]
@@ -62,7 +63,8 @@ def causal(inputs: AttentionInputs, packed: Tensor) -> tuple[Tensor, State]:
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (queries, keys, values) in token_blocks(CHUNK, mask, query, key, value):
         features = mask_tokens(packing_features(packed, keys, inputs.scaling), part)
-        rows, share = group_heads(queries, groups), shares[:, :, :, start:stop]
+        rows = group_heads(queries, groups)
+        share = shares[:, :, :, start:stop]
         logits = _causal_read(rows, keys, features, key_sum.transpose(-1, -2)) * share
         out = _causal_read(torch.softmax(logits, dim=-1), features, values, value_sum) * share
         outputs.append(out.flatten(1, 2).to(value.dtype))
@@ -92,7 +94,9 @@ def _causal_read(rows: Tensor, keys: Tensor, values: Tensor, past: Tensor) -> Te
 
 def dense_causal_weights(inputs: AttentionInputs, packed: Tensor) -> Tensor:
     """Compute the weights `(u_i·a_j)/n_i` `[B, H, L, S]` of the causal form. O(L·S)."""
-    query, key, allowed = inputs.query, inputs.key, inputs.visible()
+    query = inputs.query
+    key = inputs.key
+    allowed = inputs.visible()
     dtype = compute_dtype(query)
     heads, groups = query.shape[1], key.shape[1]
     keys = mask_tokens(key.to(dtype), allowed.any(dim=2).any(dim=1).expand(key.shape[0], -1))

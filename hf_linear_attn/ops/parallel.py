@@ -84,7 +84,8 @@ class Edges(NamedTuple):
         facts = ranks.gather(torch.cat([lengths, numbers[:, -1:], number, index], dim=1))
         lengths, counts, number, index = facts.split([1, 1, index.shape[1], index.shape[1]], dim=2)
         starts, before = ((x.cumsum(0) - x) for x in (lengths, counts))
-        number, position = ((number + before) * (number > 0), index + starts)
+        number = (number + before) * (number > 0)
+        position = index + starts
         rank = torch.arange(ranks.size, device=index.device).repeat_interleave(index.shape[2])
         key, value = (x.movedim(0, 2).flatten(2, 3) for x in (key, value))
         number, position = (x.movedim(0, 1).flatten(1) for x in (number, position))
@@ -93,7 +94,8 @@ class Edges(NamedTuple):
     def select(self, among: Tensor, requested: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return key, value, position and whether it exists of each token with `requested [B, t]` in `among [B, k]`."""
         matches = (among.unsqueeze(1) == requested.unsqueeze(2)) & (self.number > 0).unsqueeze(1)
-        real, index = matches.any(dim=-1), matches.to(torch.int8).argmax(dim=-1)
+        real = matches.any(dim=-1)
+        index = matches.to(torch.int8).argmax(dim=-1)
         key, value = (mask_tokens(take_tokens(tensor, index), real) for tensor in (self.key, self.value))
         return key, value, self.position.gather(1, index), real
 
@@ -112,10 +114,12 @@ def window_before(call: WindowedCall, ranks: Ranks) -> State:
     """
     key, device, sinks = call.key, call.key.device, call.sinks
     numbers = token_numbers(call.mask, len(key), key.shape[2], device)
-    first, last = torch.arange(1, sinks + 1, device=device), torch.arange(1 - call.window, 1, device=device)
+    first = torch.arange(1, sinks + 1, device=device)
+    last = torch.arange(1 - call.window, 1, device=device)
     requested = torch.cat([first.expand(len(key), -1), numbers[:, -1:] + last], dim=1)
     index = first_with_number(numbers, requested.clamp_min(1))
-    edges, earlier = Edges.of(call, ranks, numbers, index), ranks.earlier(device)
+    edges = Edges.of(call, ranks, numbers, index)
+    earlier = ranks.earlier(device)
     edges = edges._replace(number=edges.number * earlier[edges.rank])
     count = (edges.counts * earlier.unsqueeze(-1)).sum(dim=0).unsqueeze(-1)
     left = (edges.number > sinks) & (edges.number <= count - call.window)
@@ -133,15 +137,20 @@ def windowed_slice(call: WindowedCall, ranks: Ranks) -> Tensor:
     A process sends the sums over its tokens but those at its borders, and the first n and last n, and these one by one.
     With the borders of the neighbours its slice is a part of the sequence; the sinks' own queries are exact.
     """
-    key, device, sinks, border = call.key, call.key.device, call.sinks, max(call.window - 1, 1)
+    key = call.key
+    device = call.key.device
+    sinks = call.sinks
+    border = max(call.window - 1, 1)
     batch, _, length, _ = key.shape
     numbers = token_numbers(call.mask, batch, length, device)
-    steps, order = torch.arange(border, device=device), torch.arange(1, sinks + 1, device=device).expand(batch, -1)
+    steps = torch.arange(border, device=device)
+    order = torch.arange(1, sinks + 1, device=device).expand(batch, -1)
     borders = torch.cat([steps.clamp(max=length - 1), (length - 1 - steps).clamp_min(0)]).expand(batch, -1)
     requested = torch.cat([order, numbers[:, -1:] + 1 - order], dim=1).clamp_min(1)
     index = torch.cat([first_with_number(numbers, requested), borders], dim=1)
     edges = Edges.of(call, ranks, numbers, index)
-    start, total = edges.starts[ranks.rank] - border, edges.counts.sum(dim=0).unsqueeze(-1)
+    start = edges.starts[ranks.rank] - border
+    total = edges.counts.sum(dim=0).unsqueeze(-1)
     ends = torch.cat([torch.minimum(order, total), (total + 1 - order).clamp_min(1)], dim=1)
     sink_key, sink_value, position, _ = edges.select(edges.number, ends)
     is_sink = (edges.number.unsqueeze(-1) == ends.unsqueeze(1)).any(dim=-1)

@@ -159,7 +159,8 @@ class KernelStep:
         token = ("query", "key", "value", "mask")
         self.memory = [tensor for name, tensor in used.items() if name not in token], outputs[1:]
         del filled.tensors  # with the token and its output
-        self.kernel, self.launch = launch.kernel, binding.launcher(launch.kernel, filled)
+        self.kernel = launch.kernel
+        self.launch = binding.launcher(launch.kernel, filled)
         self.fields = (filled.query, filled.key, filled.value, filled.out)
         self.is_large = filled.threads > 1
         #: Copies of parameters that the kernel cannot read where they are.
@@ -169,7 +170,8 @@ class KernelStep:
             if used[name].data_ptr() != tensor.data_ptr()
         ]
         self.rings: list[tuple[str, Tensor, int]] = []
-        self.start, self.capacity = 0, capacity_for(filled.window)
+        self.start = 0
+        self.capacity = capacity_for(filled.window)
         filled.ring_capacity = self.capacity
         for name in RING if filled.window else ():
             ring = state[name]
@@ -281,7 +283,8 @@ def _set_token(filled: binding.Arguments, fields: tuple[Any, ...], tensors: Toke
     if mask is None:
         filled.mask = None
     else:
-        filled.mask, filled.mask_batch = mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0
+        filled.mask = mask.data_ptr()
+        filled.mask_batch = mask.stride(0) if mask.shape[0] > 1 else 0
 
 
 class PreparedStep:
@@ -289,7 +292,9 @@ class PreparedStep:
 
     def __init__(self, mechanism: nn.Module, weights: _Weights, inputs: AttentionInputs, kernels: list[Any]) -> None:
         self.mechanism, self.weights, self.kernels = mechanism, weights, kernels
-        self.backends, self.scaling, self.dtype = backends.selection(), inputs.scaling, inputs.query.dtype
+        self.backends = backends.selection()
+        self.scaling = inputs.scaling
+        self.dtype = inputs.query.dtype
         self.shapes = tuple(tensor.shape for tensor in inputs.tensors)
         self.in_inference = torch.is_inference_mode_enabled()
         batch, heads, _, _ = inputs.query.shape

@@ -127,7 +127,8 @@ def open_output(folder: Path, results: Sequence[str], *, overwrite: bool = False
     That is one of the files `results`. A folder that had files before stays. With `overwrite` everything in it, which
     `check_output` has checked, is removed first. An OSError if the folder cannot be created or written to.
     """
-    created, is_new = [path for path in (folder, *folder.parents) if not path.exists()], not folder.exists()
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    is_new = not folder.exists()
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)

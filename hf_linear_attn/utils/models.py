@@ -36,7 +36,8 @@ def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
     Where the inputs of a decoder are made of the labels (in an encoder-decoder), they are made here.
     """
     moved = BatchEncoding(dict(batch)).to(model.device)
-    labels, make = moved.pop("labels", None), getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    labels = moved.pop("labels", None)
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if labels is not None and make is not None and "decoder_input_ids" not in moved:
         moved["decoder_input_ids"] = make(labels=labels)
     boundaries = {name: moved[name] for name in BOUNDARY_ARGUMENTS if name in moved}

@@ -51,21 +51,16 @@ class OptionError(ValueError):
         return f"{self.field}: {self.text}"
 
 
-def option(
-    default: Any = MISSING, help: str = "", *, factory: Any = MISSING, before: Any = MISSING, **bounds: Any
-) -> Any:
+def option(default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **bounds: Any) -> Any:
     """Return a dataclass field that is an option. Its choices are those of its type, a `Literal`.
 
     Args:
         default: The default value. Without one (and without `factory`) the option is required.
         help: One line for `--help`.
         factory: Makes the default value, where it is mutable or a section.
-        before: What checkpoints have that were saved before a mechanism had the option.
         bounds: Those of `BOUNDS`, and `parity`, `"even"` or `"odd"`. Of a section `brief`: the help names it only.
     """
     metadata: dict[str, Any] = {"help": help, "brief": bounds.pop("brief", False), "bounds": bounds}
-    if before is not MISSING:
-        metadata["before"] = before
     if factory is not MISSING:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)

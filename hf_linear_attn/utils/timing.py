@@ -110,7 +110,8 @@ def summarize_samples(seconds: Sequence[float], baseline: Sequence[float]) -> Ti
     median, p20, p80 = np.quantile(seconds, shares).tolist()
     speedup, speedup_p20, speedup_p80 = np.quantile(np.divide(baseline, seconds), shares).tolist()
     of_medians = float(np.median(baseline)) / median  # a reader divides the times beside the speedup
-    low, high = min(speedup_p20, of_medians), max(speedup_p80, of_medians)
+    low = min(speedup_p20, of_medians)
+    high = max(speedup_p80, of_medians)
     return Timing(median, p20, p80, len(seconds), speedup, low, high)
 
 
@@ -152,6 +153,7 @@ def crossover(lengths: Sequence[int], speedups: Sequence[float]) -> Crossover:
     if min(speedups) > 1:
         return Crossover(float(lengths[0]), "<=")
     last = max(index for index, speedup in enumerate(speedups) if speedup <= 1)
-    low, high = math.log(speedups[last]), math.log(speedups[last + 1])
+    low = math.log(speedups[last])
+    high = math.log(speedups[last + 1])
     log_ratio = math.log(lengths[last + 1] / lengths[last])
     return Crossover(lengths[last] * math.exp(-low / (high - low) * log_ratio), "=")

@@ -14,7 +14,7 @@ from hf_linear_attn.utils.options import option
 class Example(Options):
     count: int = option(1, "a positive integer", least=1)
     size: int | None = option(None, "an integer from 0 on", least=0)
-    pairs: int = option(2, "an even number", least=0, even=True)
+    pairs: int = option(2, "an even number", least=0, parity="even")
     share: float = option(0.5, "a half-open interval", least=0, below=1)
     decay: float = option(0.5, "open at the other end", above=0, most=1)
     scale: float | None = option(None, "positive", above=0)

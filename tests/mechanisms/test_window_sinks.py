@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -192,21 +191,6 @@ def test_auto_is_settled_by_the_direction_and_saved(tmp_path, family, sinks):
     assert [module.options.sink_tokens for module in modules] == [sinks] * 2
     model.save_pretrained(tmp_path)
     assert_close(logits(hla.load_pretrained(tmp_path), token_ids()), logits(model, token_ids()))
-
-
-def test_checkpoints_from_before_sinks_compute_as_they_did(tmp_path):
-    model = patched("window", LLAMA, sink_tokens=0)
-    expected = logits(model, token_ids(2, 40))
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    saved = config["linear_attention"]
-    for layer in [saved["default"], *saved["layers"].values()]:
-        if layer is not None:
-            del layer["options"]["sink_tokens"]
-    file.write_text(json.dumps(config))
-    again = hla.load_pretrained(tmp_path)
-    assert torch.equal(logits(again, token_ids(2, 40)), expected)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "many", None])

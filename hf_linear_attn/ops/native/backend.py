@@ -117,7 +117,9 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
         rows, columns = (x[:, :, now].float() for x in (call.query, call.key))
         rows = mask_tokens(rows, mask) if isinstance(call, GatedCall) else rows
         keys = call.key_features(mask_tokens(columns, mask), start)
-        query, key, value = call.query_features(rows, start).values, keys.values, call.value[:, :, now]
+        query = call.query_features(rows, start).values
+        key = keys.values
+        value = call.value[:, :, now]
         _check_sizes("queries", query, (batch, heads, value.shape[2], call.num_features))
         _check_sizes("keys", key, (*value.shape[:3], call.num_features))
         if state is not None and (keys.log_scale is None) != ("log_scale" not in state):

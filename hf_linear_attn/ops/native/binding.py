@@ -88,7 +88,8 @@ class Arguments(ctypes.Structure):
 _SETTINGS = frozenset(
     ("offset", "sinks", "window", "two_sided", "int8_rows", "scaling", "mix_bound", "saturation", "ring_capacity")
 )
-_HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_TENSOR_FIELDS)
+_HAS_STRIDES = frozenset(_STRIDED)
+_HAS_ADDRESS = frozenset(_TENSOR_FIELDS)
 
 
 def map_arguments(fused: tuple[FusedMap, FusedMap]) -> tuple[Tensors, Numbers]:
@@ -134,10 +135,13 @@ def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: Tenso
     """Return the map of queries or keys; the tensors that it refers to are added to `used`."""
     activation, *factors = [numbers.get(name, 1.0) for name in _MAP_NUMBERS[of]]
     weight, bias = map(inputs.get, _MAP_TENSORS[of])
-    size, scales, transposed = inputs["query"].shape[3], inputs.get(f"{of}_scales"), None
+    size = inputs["query"].shape[3]
+    scales = inputs.get(f"{of}_scales")
+    transposed = None
     width = size if weight is None else weight.shape[-1]
     if weight is not None:
-        weight, bias = pad_columns(weight), None if bias is None else pad_columns(bias)
+        weight = pad_columns(weight)
+        bias = None if bias is None else pad_columns(bias)
         transposed = pad_columns(weight.mT) if backward else None
     scales = None if scales is None else scales.contiguous()
     tensors = weight, transposed, bias, scales
@@ -216,7 +220,8 @@ def launch(name: str, filled: Arguments) -> None:
 
 def launcher(name: str, filled: Arguments) -> Callable[[], None]:
     """Return what runs a kernel with these arguments, as they are at the time; a MemoryError where memory runs out."""
-    function, reference = getattr(library(), f"hla_{name}"), ctypes.byref(filled)
+    function = getattr(library(), f"hla_{name}")
+    reference = ctypes.byref(filled)
 
     def run_kernel() -> None:
         if function(reference):

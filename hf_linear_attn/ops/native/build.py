@@ -97,7 +97,8 @@ def library_path() -> tuple[str, Path]:
     """
     if sys.platform == "win32":
         raise BuildError("the kernels are not built on Windows")
-    sets, flags = _instruction_sets(), set(_processor().split())
+    sets = _instruction_sets()
+    flags = set(_processor().split())
     name = os.environ.get(INSTRUCTIONS_VARIABLE)
     if name not in (None, "native", *sets):
         choices = ", ".join([*sets, "native"])
@@ -194,7 +195,8 @@ def compile_kernels(path: Path, alternatives: Sequence[tuple[str, ...]], openmp:
     undefined = ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
     source = Path(__file__).parent / "kernels.cpp"
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        compiled, output = Path(folder) / "kernels.o", Path(folder) / path.name
+        compiled = Path(folder) / "kernels.o"
+        output = Path(folder) / path.name
         for machine in alternatives:
             try:
                 _run(command, *FLAGS, *machine, *threads, "-c", str(source), "-o", str(compiled))

@@ -39,10 +39,12 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     sinks, first = first_tokens(call) if call.causal else (None, {})
     tokens = call.replace(log_mix=log_mix)
     if call.causal and (mask is not None or call.state is not None):
-        (tokens, valid, query_index, ring), mask = gather_tokens(call, log_mix), None
+        (tokens, valid, query_index, ring) = gather_tokens(call, log_mix)
+        mask = None
     inputs = {"query": tokens.query, "key": tokens.key, "value": tokens.value, "mix": tokens.log_mixing_weights()}
     if valid is not None:
-        inputs["skip"], numbers["offset"] = (~valid).sum(dim=1), call.window
+        inputs["skip"] = (~valid).sum(dim=1)
+        numbers["offset"] = call.window
     if mask is not None:
         inputs["mask"] = mask
     if not call.causal:

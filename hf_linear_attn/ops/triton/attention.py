@@ -79,11 +79,14 @@ def blocks(x: Tensor, maps: Maps, value_size: int, *, chunked: bool = False) -> 
     """Split the tokens of `[B, heads, L, d]` so that every processor has work; `chunked`: one block a span."""
     pairs, length = x.shape[0] * x.shape[1], x.shape[2]
     features = max(int(fused_map.parts.value * fused_map.half.value) for fused_map in maps)
-    most, columns = 32 if features <= 128 else 16, min(64, STATE_BLOCK // features)
+    most = 32 if features <= 128 else 16
+    columns = min(64, STATE_BLOCK // features)
     warps = 8 if features * columns >= 1 << 12 else 4
     if x.dtype != torch.float32 and length > 1:  # a step computes features, too
         if features <= 128:  # the causal backward pass has twice as many accumulators
-            most, columns, warps = 64, 32 if chunked and features > 64 else 64, 4
+            most = 64
+            columns = 32 if chunked and features > 64 else 64
+            warps = 4
         elif features <= 256:
             most, columns, warps = 32, 64, 8
     columns = max(min(power_of_two(value_size), columns), 16)
@@ -256,7 +259,8 @@ class Projection(NamedTuple):
 
 def projection(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> Projection:
     """Return how the features of a map are computed before."""
-    arguments, both = map_arguments(fused, head_dim, dtype), fused.activation == "softmax-pair"
+    arguments = map_arguments(fused, head_dim, dtype)
+    both = fused.activation == "softmax-pair"
     if both:  # its parts are softmax by themselves: half the products and registers
         arguments = arguments._replace(activation=tl.constexpr("softmax"), parts=tl.constexpr(1))
     return Projection(arguments, both, 64 if int(arguments.parts.value * arguments.half.value) <= 128 else 32)
@@ -280,7 +284,8 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
             scale = torch.empty(batch, heads, length, device=x.device) if fused.scaled else None
             grid = (batch * heads, triton.cdiv(length, tokens))
             launch(map_tokens, grid, rows(x), out, scale, part, heads, length, both, tokens, warps=4)
-            arguments, x = with_log_scale(feature_arguments(width, x.dtype), scale), out
+            arguments = with_log_scale(feature_arguments(width, x.dtype), scale)
+            x = out
         tensors.append(x)
         maps.append(arguments)
     return call.replace(query=tensors[0], key=tensors[1]), (maps[0], maps[1])
@@ -295,7 +300,8 @@ def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
     if not out.numel() or not keys:
         return Forward(out.zero_())
     assert call.fused is not None
-    split, scaled = blocks(key, maps, value_size), call.fused[1].scaled
+    split = blocks(key, maps, value_size)
+    scaled = call.fused[1].scaled
     states, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
     if split.spans > 1:
         scan(states, value_size, tops=tops, total=True)
@@ -325,7 +331,8 @@ def causal(
     if not out.numel():
         return Forward(out, call.state)
     assert call.fused is not None
-    split, scaled = blocks(query, maps, value_size), call.fused[1].scaled
+    split = blocks(query, maps, value_size)
+    scaled = call.fused[1].scaled
     before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
     states = tops = None
     if split.spans > 1:
@@ -370,7 +377,10 @@ def merge(call: KernelizedCall, exact: Exact, passes: Sequence[tuple[slice, slic
         The state after the last pass.
     """
     call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
-    state, out, log_sum, top = None, exact.out, exact.log_sum.contiguous(), exact.top.contiguous()
+    state = None
+    out = exact.out
+    log_sum = exact.log_sum.contiguous()
+    top = exact.top.contiguous()
     log_mix = exact.log_mix.expand(-1, -1, out.shape[2])
     with on_device(call.query.device):
         features, maps = mapped(call)
@@ -516,7 +526,8 @@ def _backward(
         for x, fused in zip((query, key), call.fused, strict=True)
     ]
     to_value = token_major(value.shape, value.dtype, value.device)
-    to_query, outputs = rows(before[0]), (rows(before[1]), rows(to_value))
+    to_query = rows(before[0])
+    outputs = (rows(before[1]), rows(to_value))
     split = blocks(query, maps, value_size, chunked=call.causal)
     if states is not None:
         query_states, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
@@ -556,7 +567,8 @@ def _before_maps(call: KernelizedCall, gradients: list[Tensor]) -> list[Tensor]:
             results.append(gradient)
             continue
         batch, heads, length, size = x.shape
-        (part, both, tokens), width = projection(fused, size, x.dtype), fused.width(size)
+        (part, both, tokens) = projection(fused, size, x.dtype)
+        width = fused.width(size)
         before = gradient.new_empty(batch, heads, length, width) if both else gradient
         grid = (batch * heads, triton.cdiv(length, tokens // 2))
         arguments = rows(x), rows(gradient), rows(before), part, heads, length, both, tokens // 2

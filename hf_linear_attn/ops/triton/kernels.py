@@ -67,7 +67,9 @@ def sum_tokens(
     With `inverse` and `slope` `[B, heads, L]` these are `Σ φ(x) inverse uᵀ` and `Σ φ(x) slope`, as the backward pass
     needs them over queries.
     """
-    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    tile = tl.program_id(2)
     batch, head = pair // heads, pair % heads
     columns = tile * value_block + tl.arange(0, value_block)
     wide: tl.constexpr = fmap.parts * fmap.half
@@ -175,7 +177,9 @@ def attend_bidirectional(
     value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Compute `φ(q)ᵀ S / φ(q)ᵀ z` for the queries of one span; S and z are the first span of each group's states."""
-    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    tile = tl.program_id(2)
     batch, head = pair // heads, pair % heads
     group = batch * groups + head // (heads // groups)
     columns = tile * value_block + tl.arange(0, value_block)
@@ -278,7 +282,9 @@ def attend_causal(
     span; the last span writes the state after the last token. A single token is the recurrent step.
     exact: what the output holds already, which this is added to (`merge`).
     """
-    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    tile = tl.program_id(2)
     batch, head = pair // heads, pair % heads
     repeats = heads // groups
     group = batch * groups + head // repeats
@@ -364,7 +370,8 @@ def backward_bidirectional(
 ):  # fmt: skip
     """Bidirectional, for queries (`u` the gradient of the output, with `inverse` and `slope`; the keys' states) or
     keys (`u` the value; the queries' states), which also store the gradient of the value."""
-    pair, split = tl.program_id(0), tl.program_id(1)
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
     batch, head = pair // heads, pair % heads
     index = (batch * groups + head // (heads // groups)) * spans
     stop = tl.minimum((split + 1) * span, length)
@@ -398,7 +405,8 @@ def backward_causal_queries(
     length, spans, value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Causal, the queries of one chunk; `states`: the sums over the keys before the chunk."""
-    pair, chunk = tl.program_id(0), tl.program_id(1)
+    pair = tl.program_id(0)
+    chunk = tl.program_id(1)
     batch, head = pair // heads, pair % heads
     group = head // (heads // groups)
     index = (batch * groups + group) * spans + chunk
@@ -433,7 +441,8 @@ def backward_causal_keys(
     heads, groups, length, spans, value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Causal, the keys of one chunk; `states`: over the queries after the chunk, all heads of the group added up."""
-    pair, chunk = tl.program_id(0), tl.program_id(1)
+    pair = tl.program_id(0)
+    chunk = tl.program_id(1)
     batch, group = pair // groups, pair % groups
     repeats = heads // groups
     index = pair * repeats * spans + chunk

@@ -42,7 +42,8 @@ def attend_keys(keys, values, visible, query, scaling, top, total, mass):
     """
     logits = tl.where(visible, tl.sum(keys.to(tl.float32) * query[None, :], axis=1) * scaling, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, axis=0))
-    decay, weights = tl.exp(top - finite(higher)), tl.exp(logits - finite(higher))
+    decay = tl.exp(top - finite(higher))
+    weights = tl.exp(logits - finite(higher))
     seen = tl.where(visible[:, None], values.to(tl.float32), 0.0)
     total = total * decay + tl.sum(weights[:, None] * seen, axis=0)
     return higher, total, mass * decay + tl.sum(weights, axis=0)
@@ -71,13 +72,18 @@ def step_window(
 
     `oldest` are the rows of the ring's keys. A row whose token is padding leaves its state as it is.
     """
-    pair, tile = tl.program_id(0), tl.program_id(1)
+    pair = tl.program_id(0)
+    tile = tl.program_id(1)
     batch, head = pair // heads, pair % heads
     repeats = heads // groups
     index = (batch * groups + head // repeats).to(tl.int64)
-    writes, first_tile, first_head = head % repeats == 0, tile == 0, (head == 0) & (tile == 0)
-    dims, columns = tl.arange(0, size_block), tile * value_block + tl.arange(0, value_block)
-    in_key, in_value = dims < query.width, columns < value.width
+    writes = head % repeats == 0
+    first_tile = tile == 0
+    first_head = (head == 0) & (tile == 0)
+    dims = tl.arange(0, size_block)
+    columns = tile * value_block + tl.arange(0, value_block)
+    in_key = dims < query.width
+    in_value = columns < value.width
     before = tl.load(count + batch)
     real = tl.full((), 1, tl.int32)
     if mask is not None:
@@ -95,7 +101,8 @@ def step_window(
     for first in range(0, window, block):
         slots = first + tl.arange(0, block)
         inside, source = slots < window, slots + real  # the ring moves on by one token
-        is_old, is_new = inside & (source < window), inside & (source >= window)
+        is_old = inside & (source < window)
+        is_new = inside & (source >= window)
         at, to = index * window + source, index * window + slots
         keys = move_tokens(
             oldest.data, next_key, at, to, is_old, is_new, new_key, query.width, dims, writes & first_tile
@@ -107,7 +114,8 @@ def step_window(
         top, total, mass = attend_keys(keys, values, visible, row, scaling, top, total, mass)
     if sink_key is not None:
         order = tl.arange(0, sink_block)
-        exists, at = order < sinks, index * sinks + order
+        exists = order < sinks
+        at = index * sinks + order
         is_new = exists & (order == before) & (real != 0)
         keys = move_tokens(
             sink_key, next_sink_key, at, at, exists, is_new, new_key, query.width, dims, writes & first_tile
@@ -175,7 +183,10 @@ def step(call: WindowedCall) -> tuple[Tensor, State] | None:
     out = torch.empty(batch, heads, 1, value_size, dtype=value.dtype, device=value.device)
     base, mix, bound, saturation = call.log_mix, None, 0.0, None
     if isinstance(base, Mix):
-        mix, bound, saturation, base = base.weight.contiguous(), base.bound, base.saturation, base.base
+        mix = base.weight.contiguous()
+        bound = base.bound
+        saturation = base.saturation
+        base = base.base
     else:
         base = call.log_mixing_weights()
     maps = [map_arguments(fused, size, query.dtype) for fused in call.fused]
