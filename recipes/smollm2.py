@@ -44,7 +44,7 @@ from hf_linear_attn.cli import with_default_config
 from hf_linear_attn.cli.parser import parse_config
 from hf_linear_attn.cli.running import exit_code
 from hf_linear_attn.data.files import text_documents
-from hf_linear_attn.data.task_data import read_documents
+from hf_linear_attn.data.task_data import load_splits
 from hf_linear_attn.data.text import packed_rows, text_rows
 from hf_linear_attn.demo import SMOLLM2
 from hf_linear_attn.measure.recall import Recall
@@ -175,7 +175,8 @@ class Variants:
 
     def _choose_heads(self) -> dict[str, Any]:
         config = self.config
-        documents = read_documents(config.data).train
+        columns = config.data.text_columns
+        documents = load_splits(config.data, columns).splits["train"][columns[0]]
         rows = text_rows(self.tokenizer, documents, config.search_length, config.search_rows, causal=True)
         search = hla.find_exact_heads(
             self.exact,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..utils.options import OptionError, check_exclusive, check_options, option
-from .files import Documents
+from .files import Documents, Quoting
 
 #: What a budget may be, in the help of `plan` and `convert`.
 BUDGETS = (
@@ -30,14 +30,16 @@ class DataConfig:
     dataset_config: str | None = option(None, "configuration of a data set of the Hub")
     revision: str | None = option(None, "branch, tag or commit of a data set of the Hub")
     text_columns: tuple[str, ...] = option(("text",), "text column of your own data, or two for pairs")
-    label_column: str = option("label", "label column of your own data")
+    label_column: tuple[str, ...] = option(("label",), "label column of your own data, or columns of 0 and 1")
     documents: Documents = option(
         "auto",
-        "documents of a text file: auto (parts between <|endoftext|>, WikiText articles, lines of .smi, else the whole "
-        "file), paragraphs (separated by blank lines) or lines",
+        "of a text file: auto (parts between <|endoftext|>, or all of it), paragraphs, lines",
+    )
+    quoting: Quoting = option(
+        "auto", "quotation marks delimit fields (minimal) or are text (none); auto: as a tsv shows"
     )
     metrics: tuple[str, ...] | None = option(
-        None, "metrics, the first one decides (default: the task's; else accuracy, or pearson for scores)"
+        None, "metrics, the first one decides (default: the task's, or what suits the labels)"
     )
     max_length: int | None = option(
         None,
@@ -58,6 +60,9 @@ class DataConfig:
     mlm_probability: float = option(0.15, "share of the tokens that masked-lm predicts", above=0, below=1)
 
     def __post_init__(self) -> None:
+        for name in ("text_columns", "label_column"):
+            if isinstance(getattr(self, name), str):  # one column
+                object.__setattr__(self, name, (getattr(self, name),))
         check_options(self)
         check_exclusive(self, "task", "dataset")
         if self.folder is not None and self.task is None:

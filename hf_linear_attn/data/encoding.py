@@ -6,7 +6,6 @@ whose files nothing can be written, is encoded in memory.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,16 +44,12 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
     column `label` becomes `labels`.
 
     Raises:
-        ValueError: A row (it is named) with a hidden label (-1), or that the tokenizer cannot read; a `max_length` that
-            leaves no token beside the special ones.
+        ValueError: A row (it is named) that the tokenizer cannot read; a `max_length` that leaves no token beside the
+            special ones.
     """
     special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
         raise OptionError("data.max_length", f"{max_length!r} leaves no room for text beside {special} special tokens.")
-    for row, value in enumerate(dataset["label"][:]):
-        is_hidden = value is None or (isinstance(value, int) and value < 0)
-        if is_hidden or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"Row {row}: the label is {value!r}. Remove the rows without a label.")
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         texts = [batch[name] for name in columns]
@@ -75,26 +70,18 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
 
 
 def encode_targets(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int) -> Encoded:
-    """Encode two text columns as the inputs of an encoder-decoder and its targets, `labels`; both cut to `max_length`.
+    """Encode a column of inputs, and one of what is to be written as `labels`, each cut to `max_length` tokens.
 
-    Raises:
-        ValueError: A row that the tokenizer cannot read.
+    Raises as `encode_pairs`.
     """
+    source, target = columns
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-        source, target = (batch[name] for name in columns)
-        whole = [len(ids) for ids in _tokenize(tokenizer, [source], rows)["input_ids"]]
-        limits = {"truncation": True, "max_length": max_length}
-        encoded = _tokenize(tokenizer, [source], rows, **limits)
-        labels = tokenizer(text_target=target, return_attention_mask=False, verbose=False, **limits)["input_ids"]
-        _reset(tokenizer)
-        dropped = [max(length - max_length, 0) for length in whole]
-        return {"input_ids": encoded["input_ids"], "labels": list(labels), DROPPED: dropped}
+        encoded = tokenizer(text_target=batch[target], truncation=True, max_length=max_length)
+        return {"label": encoded["input_ids"]}
 
-    encoded = _map(dataset, tokenizer, encode, list(columns))
-    dropped = encoded[DROPPED][:]
-    encoded = encoded.remove_columns(DROPPED)
-    return Encoded(encoded, sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
+    targets = _map(dataset, tokenizer, encode, [target], [source])
+    return encode_pairs(targets, tokenizer, [source], max_length)
 
 
 def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_length: int) -> Encoded:

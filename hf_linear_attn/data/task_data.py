@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,58 +17,33 @@ from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     EvalPrediction,
+    PreTrainedConfig,
 )
 
 from ..utils.options import OptionError
 from .config import PYTHON_DOCUMENTATION, DataConfig
 from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, encode_targets, row_lengths
-from .files import (
-    FORMATS,
-    TEXT_FORMATS,
-    check_columns,
-    check_text,
-    file_suffix,
-    hold_out_validation,
-    import_datasets,
-    load_source,
-)
-from .tasks import (
-    TASKS,
-    Task,
-    compute_metrics,
-    constant_answer_score,
-    higher_is_better,
-    likeliest_classes,
-    load_task,
-    perplexity,
-)
-from .text import MIN_DOCUMENTS, Text, hold_out, load_text, rows_text, standard_library_documents
+from .files import Source, check_columns, check_text, hold_out_validation, import_datasets, load_source
+from .labels import Head, Labels, encode_labels
+from .metrics import DEFAULT_METRICS, check_metrics, compute_metrics, higher_is_better, perplexity
+from .tasks import TASKS, load_task
+from .text import MIN_DOCUMENTS, hold_out, rows_text, standard_library_documents
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-#: Text that names a class by its number, as Transformers does by default.
-_CLASS_NUMBER = re.compile(r"(LABEL_)?\s*[-+]?\d+\s*")
-
 #: Label of a token that is not to be predicted.
 IGNORED = -100
 
-AUTO_CLASSES = {
-    "classification": "AutoModelForSequenceClassification",
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "embedding": "AutoModel",
-}
-
-#: What evaluations, plans and budgets call a model for a task.
-KINDS = {"causal-lm": "decoder", "embedding": "encoder", "classification": "classifier"}
+#: Rows to train on, and rows that are held out: of fewer nothing can be said.
+MIN_ROWS = 2
 
 
 @dataclass
 class TaskData:
     """The encoded data of a task."""
 
-    task_type: str  # a key of `AUTO_CLASSES`
+    task_type: str  # "classification", "causal-lm", "masked-lm", "embedding" or "seq2seq-lm"
     tokenizer: Any
     collator: Callable[[list[Any]], dict[str, Tensor]]
     train: Dataset = field(init=False)
@@ -78,11 +52,17 @@ class TaskData:
     metric: str = "loss"  # it decides which step is best
     greater_is_better: bool = False
     metric_names: tuple[str, ...] = ()  # all metrics of a classification task
-    labels: tuple[str, ...] | None = None  # names of the classes in order; None for scores and for language models
+    labelled: Labels | None = None  # of a classification task
     facts: dict[str, int] = field(default_factory=dict)  # numbers of rows and tokens
     longest: int = 0  # tokens of the longest row
     rows: str = "one row for each example"  # how rows were made
     source: str = ""  # what reports call the data (see `source_name`)
+    notes: tuple[str, ...] = ()  # what was assumed to read the data, one sentence each
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the outputs of the model's head in order; None for scores and without a head."""
+        return None if self.labelled is None else self.labelled.names
 
     def checksum(self) -> int:
         """Return a checksum of all encoded rows, which tells data apart that have as many rows and tokens."""
@@ -94,40 +74,15 @@ class TaskData:
 
     @property
     def config_changes(self) -> dict[str, Any]:
-        """What a new head needs in the model's config."""
-        if self.task_type != "classification":
+        """What a head needs in the model's config."""
+        if self.labelled is None:
             return {}
         pad = self.tokenizer.pad_token_id
-        padding = {} if pad is None else {"pad_token_id": pad}
+        changes = {"problem_type": self.labelled.problem, **({} if pad is None else {"pad_token_id": pad})}
         if self.labels is None:
-            return {"num_labels": 1, "problem_type": "regression", **padding}
-        return {
-            "problem_type": "single_label_classification",
-            "id2label": dict(enumerate(self.labels)),
-            "label2id": {label: index for index, label in enumerate(self.labels)},
-            **padding,
-        }
-
-    def check_labels(self, config: Any, model: str) -> None:
-        """Raise a ValueError for a head that was trained with other labels, or with the same ones in another order.
-
-        `config` is the one that the model was saved with, and `model` what the message calls it.
-        """
-        if not any("ForSequenceClassification" in architecture for architecture in config.architectures or ()):
-            return
-        if self.labels is None:
-            if config.num_labels != 1:
-                remedy = "Give data with classes, or a model without a head."
-                raise ValueError(f"{model} was trained with {config.num_labels} classes; the data has scores. {remedy}")
-            return
-        names = [str(config.id2label[index]) for index in sorted(config.id2label)]
-        generic = all(name == f"LABEL_{index}" for index, name in enumerate(names))
-        numbers = list(self.labels) == [str(index) for index in range(len(self.labels))]
-        same = [name.lower() for name in names] == [label.lower() for label in self.labels]
-        if len(names) != len(self.labels) or not (generic or numbers or same):
-            problem = f"{model} was trained with the labels {', '.join(names)}, in this order"
-            remedy = "Give data with the model's labels, or a model without a head."
-            raise ValueError(f"{problem}; the data has {', '.join(self.labels)}. {remedy}")
+            return {"num_labels": 1, **changes}
+        names = dict(enumerate(self.labels))
+        return {"id2label": names, "label2id": {label: index for index, label in names.items()}, **changes}
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Return the arguments of a Trainer that evaluates on this data."""
@@ -136,24 +91,20 @@ class TaskData:
             "eval_dataset": next(iter(self.validation.values())) if single else self.validation,
             "data_collator": self.collator,
             "processing_class": self.tokenizer,
-            "compute_metrics": self.compute_metrics if self.task_type == "classification" else None,
+            "compute_metrics": None if self.labelled is None else self.compute_metrics,
             "preprocess_logits_for_metrics": self.reduce_logits,
         }
 
     def reduce_logits(self, logits: Any, labels: Tensor) -> Tensor:
-        """Return predicted classes or scores `[B]` for logits `[B, C]`, or the first of a tuple of outputs."""
+        """Return what the head answers (see `Labels.answers`) for logits, or the first of a tuple of outputs."""
         logits = logits[0] if isinstance(logits, tuple) else logits
-        return logits.squeeze(-1).float() if self.labels is None else likeliest_classes(logits)
+        return logits if self.labelled is None else self.labelled.answers(logits)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the metrics of a validation set of a classification task."""
-        return compute_metrics(self.metric_names, prediction.predictions, prediction.label_ids)
-
-    def constant_answer_score(self) -> float | None:
-        """Return the first metric of always giving the same answer, or None where there are no metrics."""
-        if not self.metric_names:
-            return None
-        return constant_answer_score(self.metric_names[0], next(iter(self.validation.values()))["labels"])
+        assert self.labelled is not None
+        answers = (self.labelled.in_order(values) for values in (prediction.predictions, prediction.label_ids))
+        return compute_metrics(self.metric_names, *answers)
 
     def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the task's metrics of what `FinetuningTrainer.evaluate` returns, without the prefix `eval_`.
@@ -187,11 +138,19 @@ class MaskingCollator(DataCollatorForLanguageModeling):
             masked, labels = super().torch_mask_tokens(original.clone(), *args, **kwargs)
             if bool((labels != IGNORED).any()):
                 return masked, labels
-        raise ValueError("A batch of special tokens has nothing to mask. Check the text or raise data.mlm_probability.")
+        raise ValueError(
+            "A batch of special tokens has nothing to mask. Check the text, or raise --data.mlm_probability."
+        )
 
 
 def load_task_data(
-    task_type: str, tokenizer: Any, data: DataConfig, seed: int, *, documents: Sequence[str] | None = None
+    task_type: str,
+    tokenizer: Any,
+    data: DataConfig,
+    seed: int,
+    *,
+    documents: Sequence[str] | None = None,
+    head: PreTrainedConfig | None = None,
 ) -> TaskData:
     """Turn what a person brings into rows of tokens to train on and rows that are held out, the same for every verb.
 
@@ -203,26 +162,26 @@ def load_task_data(
     What rows are depends on the task type alone: of a `causal-lm` blocks of `data.max_length` tokens of joined
     documents, each beginning with what the tokenizer puts before a text (see `encode_blocks`); of a `masked-lm` or an
     `embedding` passages of single documents; of a `classification` one row an example, with `labels`; of a `seq2seq-lm`
-    the tokens of one text column, with those of another one as `labels`. Held out are the
-    validation splits of the data, or else a share of the training rows (see `hold_out`), which depends neither on a
-    seed nor on the task type.
+    one row an example, whose `labels` are the tokens of the second text column. Held out are the validation splits of
+    the data, or else a share of the training rows (see `hold_out`), which depends neither on a seed nor on the task
+    type. `notes` say what was assumed of the data, for a verb to log.
 
     Args:
-        task_type: A key of `AUTO_CLASSES`.
+        task_type: "classification", "causal-lm", "masked-lm", "embedding" or "seq2seq-lm".
         tokenizer: That of the model. It gets a padding token if it has none.
         data: Which data, and how much of it. `data.max_length` must be given.
         seed: That of the training rows that are drawn where `data.max_train_samples` limits them.
         documents: Texts in memory, in place of `data.dataset`.
+        head: The config of a model with a classification head: labels are numbered as its outputs (see
+            `encode_labels`). None: the head is to be new.
 
     Raises:
-        ValueError, OSError: Data that is missing, unreadable, or does not fit the task type.
+        ValueError, OSError: Data that is missing, unreadable, or does not fit the task type or the head; fewer than two
+            rows to train on or held out.
         ImportError: The extra `train` is not installed.
     """
-    datasets = import_datasets()
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     if data.task is None and data.dataset is None and documents is None:
-        raise ValueError("There is no data: give data.task (a known task) or data.dataset (your own data).")
+        raise ValueError("There is no data: give --data.task (a known task) or --data.dataset (your own data).")
     if documents is not None and (data.task is not None or data.dataset is not None):
         raise ValueError(f"There are two kinds of data: documents, and {data.task or data.dataset!r}. Give only one.")
     if data.max_length is None:
@@ -231,40 +190,44 @@ def load_task_data(
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if task_type == "classification":
         if documents is not None:
-            raise ValueError("Documents have no labels, which classification needs: give data.task or data.dataset.")
-        return _classification(tokenizer, data, data.max_length, seed)
+            raise ValueError("Documents have no labels, which classification needs: give --data.dataset.")
+        return _classification(tokenizer, data, data.max_length, seed, head)
     if task_type == "seq2seq-lm":
-        return _sequence_to_sequence(tokenizer, data, data.max_length, seed)
+        return _pairs_of_texts(tokenizer, data, data.max_length, seed)
     return _language_model(task_type, tokenizer, data, data.max_length, seed, documents)
 
 
-def _classification(tokenizer: Any, data: DataConfig, max_length: int, seed: int) -> TaskData:
-    task, splits = load_labelled(data)
-    names = tuple(dict.fromkeys(data.metrics or task.metrics))
+def _classification(
+    tokenizer: Any, data: DataConfig, max_length: int, seed: int, head: PreTrainedConfig | None
+) -> TaskData:
+    source, columns, labels, metrics = load_labelled(data, head)
+    names = tuple(dict.fromkeys(data.metrics or metrics))
     # An unknown name, or a metric for other labels, is an error now, and not after the first pass over the data.
-    answers = [0.5, 1.5] if task.labels is None else range(len(task.labels))
-    compute_metrics(names, answers, answers)
+    check_metrics(names, labels.problem)
+    if labels.problem == "single_label_classification":
+        compute_metrics(names, *[range(len(labels.order))] * 2)
     task_data = TaskData(
         "classification",
         tokenizer,
         DataCollatorWithPadding(tokenizer),
         greater_is_better=higher_is_better(names[0]),
         metric_names=names,
-        labels=task.labels,
+        labelled=labels,
         source=source_name(data),
     )
-    _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, task.columns, max_length))
+    _encode(task_data, source, data, seed, lambda rows: encode_pairs(rows, tokenizer, columns, max_length))
     return task_data
 
 
-def _sequence_to_sequence(tokenizer: Any, data: DataConfig, max_length: int, seed: int) -> TaskData:
-    columns = data.text_columns
-    if len(columns) != 2:
-        listed = ", ".join(columns) or "none"
-        raise OptionError("data.text_columns", f"of seq2seq-lm are two, the inputs and the targets, not {listed}.")
+def _pairs_of_texts(tokenizer: Any, data: DataConfig, max_length: int, seed: int) -> TaskData:
+    if len(data.text_columns) != 2:
+        listed = ", ".join(data.text_columns) or "none"
+        problem = f"of seq2seq-lm are two, the inputs and the targets, not {listed}"
+        raise OptionError("data.text_columns", f"{problem}. Name them: --data.text_columns INPUT TARGET.")
     task_data = TaskData("seq2seq-lm", tokenizer, DataCollatorForSeq2Seq(tokenizer), source=source_name(data))
-    splits = load_splits(data, columns)
-    _encode(task_data, splits, data, seed, lambda rows: encode_targets(rows, tokenizer, columns, max_length))
+    source = load_splits(data, data.text_columns)
+    columns = data.text_columns
+    _encode(task_data, source, data, seed, lambda rows: encode_targets(rows, tokenizer, columns, max_length))
     return task_data
 
 
@@ -278,12 +241,11 @@ def _language_model(
             name = type(tokenizer).__name__
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
-    task_data = TaskData(task_type, tokenizer, collator)
-    splits = load_splits(data, [column], documents)
-    task_data.source = source_name(data, documents)
-    task_data.rows = rows_text(sum(map(len, splits.values())), length, causal=causal)
+    task_data = TaskData(task_type, tokenizer, collator, source=source_name(data, documents))
+    source = load_splits(data, [column], documents)
+    task_data.rows = rows_text(sum(map(len, source.splits.values())), length, causal=causal)
     encode = encode_blocks if causal else encode_passages
-    _encode(task_data, splits, data, seed, lambda rows: encode(rows, tokenizer, column, length))
+    _encode(task_data, source, data, seed, lambda rows: encode(rows, tokenizer, column, length))
     return task_data
 
 
@@ -299,31 +261,42 @@ def source_name(data: DataConfig, documents: Sequence[str] | None = None) -> str
     return Path(data.dataset).name if Path(data.dataset).exists() else data.dataset
 
 
-def load_splits(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> DatasetDict:
-    """Load a data set with the splits `train` and `validation`, which is held out of `train` where there is none."""
+def load_splits(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
+    """Load those columns of a data set, with the split `train` and those that are held out (see `hold_out`)."""
+    source = _load(data, columns, documents)
+    return replace(source, splits=_hold_out(source.splits, data.validation_size))
+
+
+def _load(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
+    """Load those columns of the splits that a data set has, and check that those of text are text."""
     datasets = import_datasets()
     if data.dataset == PYTHON_DOCUMENTATION:
         documents = standard_library_documents()
     if documents is not None:
-        splits = datasets.DatasetDict(train=datasets.Dataset.from_dict({columns[0]: [*documents]}))
+        source = Source(datasets.DatasetDict(train=datasets.Dataset.from_dict({columns[0]: [*documents]})))
     elif data.dataset is None:
-        splits = load_task(str(data.task), folder=data.folder, revision=data.revision)
+        source = load_task(str(data.task), folder=data.folder, revision=data.revision)
     else:
         hub = {"config": data.dataset_config, "revision": data.revision}
-        splits = load_source(data.dataset, **hub, documents=data.documents, text_columns=data.text_columns)
-    if "train" not in splits:
-        raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, splits))}.")
-    for name in [name for name in splits if name != "train" and not name.startswith("validation")]:
-        splits.pop(name)  # nothing is done with them, and test splits may have no labels
-    check_columns(splits, columns)
-    check_text(splits, [name for name in columns if name in data.text_columns], repr(data.dataset or data.task))
-    if any(name.startswith("validation") for name in splits):
+        source = load_source(data.dataset, **hub, documents=data.documents, quoting=data.quoting)
+    check_columns(source.splits, columns)
+    check_text(source, [name for name in columns if name in data.text_columns])
+    notes = source.notes
+    if unused := [name for name in source.splits["train"].column_names if name not in columns]:
+        notes = (*notes, f"Columns that are not used: {', '.join(unused)}.")
+    return replace(source, splits=source.splits.select_columns(list(columns)), notes=notes)
+
+
+def _hold_out(splits: DatasetDict, share: float) -> DatasetDict:
+    """Return splits with a share of `train` as the split `validation`, unless there is one."""
+    train = splits["train"]
+    if len(splits) > 1:
         return splits
-    if len(splits["train"]) < MIN_DOCUMENTS and len(columns) == 1:
-        parts = hold_out(splits["train"][columns[0]][:], data.validation_size)
-        rows = [datasets.Dataset.from_dict({columns[0]: part}) for part in parts]
+    if len(train) < MIN_DOCUMENTS and len(train.column_names) == 1:
+        datasets, (column,) = import_datasets(), train.column_names
+        rows = [datasets.Dataset.from_dict({column: part}) for part in hold_out(train[column][:], share)]
         return datasets.DatasetDict(dict(zip(("train", "validation"), rows, strict=True)))
-    return hold_out_validation(splits, data.validation_size)
+    return hold_out_validation(splits, share)
 
 
 def document_column(data: DataConfig) -> str:
@@ -334,83 +307,44 @@ def document_column(data: DataConfig) -> str:
     return data.text_columns[0]
 
 
-def read_documents(data: DataConfig) -> Text:
-    """Read a text file, the column of a data set, or without a data set the documentation that comes with Python.
+def load_labelled(
+    data: DataConfig, head: PreTrainedConfig | None = None
+) -> tuple[Source, tuple[str, ...], Labels, tuple[str, ...]]:
+    """Load the rows of a task, or of the user's own labelled data, with the column `label` (see `encode_labels`).
 
-    The same documents are held out as by `load_task_data`.
+    Returns the rows, their text columns, what the labels are, and the metrics of the task. Raises as `load_splits`,
+    `load_task` and `encode_labels`.
     """
-    column, path = document_column(data), None if data.dataset == PYTHON_DOCUMENTATION else data.dataset
-    is_table = path is not None and file_suffix(Path(path)) in {*FORMATS} - {*TEXT_FORMATS}
-    if path is None or (Path(path).is_file() and not is_table):
-        if column != "text":
-            raise OptionError("data.text_columns", f"a text has no columns, so no {column!r}. Leave this option out.")
-        for name in ("dataset_config", "revision"):
-            if getattr(data, name) is not None:
-                raise OptionError(f"data.{name}", "is of a data set of the Hub, and this is a text. Leave it out.")
-        return load_text(path, data.documents, data.validation_size)
-    splits = load_splits(data, [column])
-    validation = (text for name in splits if name.startswith("validation") for text in splits[name][column])
-    return Text(Path(path).name if Path(path).exists() else path, tuple(splits["train"][column]), tuple(validation))
-
-
-def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
-    """Load the rows of a task, or of the user's own labelled data as a task, with the column `label`.
-
-    Labels of one's own data are classes, unless they are floating-point numbers: scores. Raises as `load_splits` and
-    `load_task`, and a ValueError for a label that is not in the training rows.
-    """
+    columns, label_columns, metrics = data.text_columns, data.label_column, tuple[str, ...]()
     if data.task is not None:
-        for name, default in (("text_columns", ("text",)), ("label_column", "label")):
+        for name, default in (("text_columns", ("text",)), ("label_column", ("label",))):
             if getattr(data, name) != default:
                 raise OptionError(f"data.{name}", f"is for your own data: {data.task!r} has its columns. Leave it out.")
-        return TASKS.get(data.task), load_task(data.task, folder=data.folder, revision=data.revision)
-    if len(data.text_columns) not in (1, 2):
-        listed = ", ".join(data.text_columns) or "none"
-        raise OptionError("data.text_columns", f"must be one column, or two for pairs, got {listed}.")
-    if "label" in data.text_columns:
-        raise OptionError("data.text_columns", "cannot be 'label', the column of the labels. Rename it in your file.")
-    if data.label_column in data.text_columns:
-        raise OptionError("data.label_column", f"{data.label_column!r} is a column of text. Name that of the labels.")
-    datasets = import_datasets()
-    splits = load_splits(data, (*data.text_columns, data.label_column))
-    if data.label_column != "label":
-        splits = splits.select_columns([*data.text_columns, data.label_column])
-        splits = splits.rename_column(data.label_column, "label")
-    feature = splits["train"].features["label"]
-    labels: list[str] | None = getattr(feature, "names", None)
-    for name, split in splits.items():
-        if labels is not None and getattr(split.features["label"], "names", None) != labels:
-            raise ValueError(
-                f"The classes of the split {name!r} have other names, or another order, than those of the training "
-                f"rows ({', '.join(labels)}). Give all splits the same ClassLabel."
-            )
-    if labels is None and not str(getattr(feature, "dtype", "")).startswith("float"):
-        texts = splits.cast_column("label", datasets.Value("string"))
-        pairs = {*zip(splits["train"]["label"], texts["train"]["label"], strict=True)} - {(None, None)}
-        labels = [text for _, text in sorted(pairs)]
-        if all(map(_CLASS_NUMBER.fullmatch, labels)):  # text that says which output of a head a class is
-            labels.sort(key=lambda text: int(text.removeprefix("LABEL_")))
-        if "" in labels:
-            remedy = "Rows without a label cannot be trained on: remove them."
-            raise ValueError(f"The column {data.label_column!r} of the training data has empty cells. {remedy}")
-        other = [text for text in labels if not re.fullmatch(r"[-+]?\d*\.?\d+", text)]
-        if other and (scores := [text for text in labels if text not in other and "." in text]):
-            problem = f"The column {data.label_column!r} has numbers such as {scores[0]} and texts such as {other[0]!r}"
-            raise ValueError(f"{problem}. Remove the rows of these, and the numbers are scores to predict.")
-        unknown = {text for split in texts.values() for text in split["label"]} - {*labels, None}
-        if unknown:
-            listed = ", ".join(labels)
-            raise ValueError(f"The label {min(unknown)!r} does not occur in the training data ({listed}).")
-        splits = texts.cast_column("label", datasets.ClassLabel(names=labels))
-    elif labels is None:
-        splits = splits.cast_column("label", feature)  # scores of another split may be whole numbers only
-    metrics = ("pearson", "spearmanr") if labels is None else ("accuracy",)
-    names = None if labels is None else tuple(labels)
-    return Task(Path(str(data.dataset)).name, data.text_columns, names, metrics), splits
+        task = TASKS.get(data.task)
+        columns, label_columns, metrics = task.columns, ("label",), task.metrics
+        source = load_task(data.task, folder=data.folder, revision=data.revision)
+    else:
+        if len(columns) not in (1, 2):
+            listed = ", ".join(columns) or "none"
+            raise OptionError("data.text_columns", f"must be one column, or two for pairs, got {listed}.")
+        if "label" in columns:
+            raise OptionError("data.text_columns", "cannot be 'label', the column of the labels. Rename it.")
+        if shared := [name for name in label_columns if name in columns]:
+            raise OptionError("data.label_column", f"{shared[0]!r} is a column of text. Name that of the labels.")
+        source = _load(data, (*columns, *label_columns))
+    splits, labels = encode_labels(source, label_columns, None if head is None else Head.of(head))
+    splits = _hold_out(splits, data.validation_size)
+    return (
+        replace(source, splits=splits, notes=(*source.notes, *labels.notes)),
+        columns,
+        labels,
+        metrics or DEFAULT_METRICS[labels.problem],
+    )
 
 
-def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]) -> None:
+def _encode(task: TaskData, source: Source, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]) -> None:
     """Encode the splits, cut to the requested number of rows: of a causal language model blocks, or passages."""
+    splits, task.notes = source.splits, source.notes
     blocks = task.task_type not in ("classification", "seq2seq-lm")  # a document gives several rows
     encoded = encode(splits["train"] if blocks else _draw(splits["train"], data.max_train_samples, seed))
     task.train = _draw(encoded.dataset, data.max_train_samples, seed)
@@ -434,8 +368,10 @@ def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, en
     repeated = (row in trained for rows in task.validation.values() for row in _row_hashes(rows))
     task.facts["validation_repeated"] = sum(repeated)
     every = (task.train, *task.validation.values())
-    if not all(len(rows) for rows in every):
-        raise ValueError(f"The data gives {task.facts}: there is nothing to train or to evaluate on.")
+    if any(len(rows) < MIN_ROWS for rows in every):
+        counts = f"{len(task.train)} rows to train on and {min(map(len, task.validation.values()))} held out"
+        remedy = f"At least {MIN_ROWS} of each are needed: give more data, or shorter rows (--data.max_length)."
+        raise ValueError(f"{task.source} gives {counts}. {remedy}")
     task.longest = max(max(row_lengths(rows)) for rows in every)
     task.metric = "_".join(filter(None, (next(iter(task.validation)), *(task.metric_names or ("loss",))[:1])))
 

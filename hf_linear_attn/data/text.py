@@ -1,21 +1,18 @@
-"""Text: a file, or the documentation that comes with Python, split into train and held-out documents and batches."""
+"""Text: the documentation that comes with Python, the part of a text that is held out, rows of tokens, and batches."""
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
-import json
 import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .files import Documents, shortened, text_documents, validation_rows
+from .files import shortened, validation_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,51 +25,8 @@ MIN_DOCSTRING = 40
 #: A text with fewer documents is running text, whose end is held out.
 MIN_DOCUMENTS = 10
 
-#: Share of the documents that is held out.
-VALIDATION_SIZE = 0.1
-
 #: Where a text is cut into two, a space is looked for among so many characters.
 LONGEST_WORD = 64
-
-#: A text with fewer characters cannot be split into something to train and something to measure on.
-MIN_CHARACTERS = 2000
-
-
-@dataclass(frozen=True)
-class Text:
-    """Documents of one source. The held-out ones are never trained on. Of a path the source is the name only."""
-
-    source: str
-    train: tuple[str, ...]
-    validation: tuple[str, ...]
-
-    @property
-    def sha256(self) -> str:
-        """The hash of the documents and of where they are split."""
-        return hashlib.sha256(json.dumps([self.train, self.validation]).encode()).hexdigest()
-
-
-def load_text(path: str | None, documents: Documents = "auto", share: float = VALIDATION_SIZE) -> Text:
-    """Read the documents of a text file (see `text_documents`), or the docstrings of the standard library for None.
-
-    A share of them is held out (see `hold_out`). An OSError or ValueError if the file cannot be read or is too short.
-    """
-    if path is None:
-        version = ".".join(map(str, sys.version_info[:3]))
-        source = f"docstrings of the standard library of Python {version}, one document per module"
-        return text_of(standard_library_documents(), source, share)
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"There is no text file {path!r}. Give an existing file.")
-    return text_of(text_documents(Path(path), documents), Path(path).name, share)
-
-
-def text_of(documents: Sequence[str], source: str, share: float = VALIDATION_SIZE) -> Text:
-    """Split documents, which are from a source, into train and held-out ones; a ValueError if they are too short."""
-    characters = sum(map(len, documents))
-    if characters < MIN_CHARACTERS:
-        raise ValueError(f"{source!r} has {characters} characters; at least {MIN_CHARACTERS} are needed.")
-    train, validation = hold_out(documents, share)
-    return Text(source, tuple(train), tuple(validation))
 
 
 def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:

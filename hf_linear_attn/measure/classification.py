@@ -1,4 +1,4 @@
-"""Scores of a labelled task: of classes, and of numbers (regression)."""
+"""Scores of a labelled task: of classes, of several labels a row, and of numbers (regression)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.tasks import METRICS, compute_metrics, constant_answer_score, higher_is_better, likeliest_classes
+from ..data.labels import Labels
+from ..data.metrics import METRICS, compute_metrics, constant_answer_score, higher_is_better
 from ..utils.models import Batch, evaluation_mode, model_inputs
 from .metric import Metric, Score
 
 #: Metrics that are correlations; the Matthews coefficient is the one of two classes.
 CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
+
+#: Metrics that are the share of the rows whose answer is right.
+ACCURACIES = ("accuracy", "subset_accuracy")
 
 
 class Classification(Metric):
@@ -24,13 +28,14 @@ class Classification(Metric):
 
     Args:
         batches: The labelled batches of each validation set; the name of a single one is empty.
-        names: Names of `data.tasks.METRICS`, or `hub:` names.
-        is_regression: Whether labels are numbers.
+        names: Names of `data.metrics.METRICS`, or `hub:` names.
+        labels: What the labels are: `Labels("regression")`, or classes with the names of the model's outputs.
     """
 
-    def __init__(self, batches: Mapping[str, Sequence[Batch]], names: Sequence[str], *, is_regression: bool) -> None:
-        self.batches, self.names, self.is_regression = batches, tuple(names), is_regression
-        self.labels = {name: torch.cat([batch["labels"] for batch in part]).numpy() for name, part in batches.items()}
+    def __init__(self, batches: Mapping[str, Sequence[Batch]], names: Sequence[str], labels: Labels) -> None:
+        self.batches, self.names, self.kind = batches, tuple(names), labels
+        every = {name: torch.cat([batch["labels"] for batch in part]) for name, part in batches.items()}
+        self.labels = {name: labels.in_order(part) for name, part in every.items()}
         first, metric = next(iter(batches)), self.names[0]
         name = f"{first}_{metric}" if first else metric
         constant = constant_answer_score(metric, self.labels[first]) if metric in METRICS else None
@@ -42,9 +47,8 @@ class Classification(Metric):
         values: dict[str, Any] = {}
         rows = longest = 0
         for name, batches in self.batches.items():
-            logits = classifier_logits(model, batches)
-            answers = logits.squeeze(-1) if self.is_regression else likeliest_classes(logits)
-            scores = compute_metrics(self.names, answers.numpy(), self.labels[name])
+            answers = self.kind.in_order(self.kind.answers(classifier_logits(model, batches)))
+            scores = compute_metrics(self.names, answers, self.labels[name])
             for metric, score in scores.items():
                 key = f"{name}_{metric}" if name else metric
                 values[key] = score
@@ -69,7 +73,7 @@ def standard_error(metric: str, value: float, rows: int) -> float | None:
     That of an accuracy p is `√(p (1 - p) / n)` with two right and two wrong answers more, so that it is not 0 for 1.0
     (Agresti and Coull 1998); that of a correlation r is `(1 - r²) / √(n - 1)`.
     """
-    if metric == "accuracy" and rows:
+    if metric in ACCURACIES and rows:
         share = (value * rows + 2) / (rows + 4)
         return math.sqrt(share * (1 - share) / (rows + 4))
     if metric in CORRELATIONS and rows > 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedModel
 
-from ..data.tasks import compute_metrics
+from ..data.metrics import compute_metrics
 from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
 from .classification import standard_error
 from .metric import Metric, Score
@@ -32,7 +32,7 @@ class EmbeddingCosine(Metric):
     def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
         """Measure an encoder."""
         embeddings = sentence_embeddings(model, self.batches)
-        cosines = cosine_similarity(self.expected, embeddings, dim=-1)
+        cosines = cosine_similarity(self.expected, embeddings, dim=-1).clamp(max=1.0)  # rounded, it may be more
         is_same = nearest_neighbors(self.expected) == nearest_neighbors(embeddings)
         return {
             "cosine": float(cosines.double().mean()),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from ..data.tasks import perplexity
+from ..data.metrics import perplexity
 from ..utils.models import Batch, evaluation_mode, model_inputs
 from .metric import Metric, Score, in_batches
 

@@ -50,7 +50,7 @@ class DamageUnit:
     def check_score(self, budget: str, score: Score) -> None:
         """Raise a ValueError, for a budget, where points of a metric are no loss, because less of it is better."""
         if self.name == "points" and not score.greater_is_better:
-            remedy = "Put another metric first (data.metrics)."
+            remedy = "Put another metric first (--data.metrics)."
             problem = f"needs a metric of which more is better, not {score.metric!r}"
             raise ValueError(f"The budget {budget!r} {problem}. {remedy}")
 
@@ -130,11 +130,11 @@ class Budget:
     def check_kind(self, kind: Kind) -> None:
         """Raise a ValueError if the budget is for another kind of model."""
         if self.cost == "cache" and not kind.is_causal:
-            raise ValueError(f"The budget {self.text!r} is for a causal language model, whose cache grows.")
+            raise ValueError(f"The budget {self.text!r} is for a causal language model: {kind.noun} has no cache.")
         if self.unit is not None and self.unit.name not in kind.units:
             others = " or ".join(other.noun for other in KINDS.values() if self.unit.name in other.units)
             example = DAMAGE_UNITS[kind.units[0]].example if kind.units else "2x at 4096"
-            remedy = f"Give a budget such as {example!r} or '2x at 4096', or the task_type of your model."
+            remedy = f"Give a budget such as {example!r} or '2x at 4096', or the --task_type of your model."
             raise ValueError(f"The budget {self.text!r} is for {others}; this is {kind.noun}. {remedy}")
 
     def unit_for(self, kind: Kind) -> DamageUnit:

@@ -111,6 +111,11 @@ def comparison(result: ConversionResult) -> str:
 
 def inconclusive(result: ConversionResult) -> str:
     """Return why the data cannot measure attention; empty if they can."""
+    exact_inputs, longest = result.model.beyond_exact, result.final.get("longest_input")
+    if exact_inputs and longest is not None and longest <= exact_inputs["exact_length"]:
+        limit = f"No held-out input has more than the {exact_inputs['exact_length']:,} tokens that are exact"
+        remedy = "Give longer inputs, or narrow what is exact (--options.window_size or --options.block_size)."
+        return f"{limit}, so nothing can be said about linear attention. {remedy}"
     metric, constant = result.score.metric, result.score.constant_answer
     teacher, without = result.scores.teacher or {}, result.scores.without_attention or {}
     value = teacher.get(metric)

@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..checkpoints import read_config
 from ..data.encoding import row_lengths
 from ..data.text import standard_library_documents, text_rows
 from ..integration.ablation import without_attention
@@ -37,6 +38,7 @@ from .choose import choose_heads, plan_of
 from .kinds import KINDS
 from .result import ConversionResult, HeadChoice, ModelFacts, RecallPair, Scores, SpeedPair, Trainings
 from .stages import RESULTS_FILE, TrainingRun
+from .subject import task_type_of
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
 MIN_LONGER_SHARE = 0.05
@@ -104,7 +106,7 @@ def execute(
     config = config.completed()
     models.read_attention(config)  # an error before the folder is opened
     if getattr(config, "budget", None) is not None:
-        Budget.parse(config.budget).check_kind(KINDS[config.task_type])
+        _check_budget(config)
     run = TrainingRun(config, tool, console)
     path = run.folder / RESULTS_FILE
     with run.interruptible():
@@ -122,6 +124,15 @@ def execute(
         model = run.folder / "model"
         run.progress.log(f"Result: {model if model.is_dir() else run.folder}")
     return result
+
+
+def _check_budget(config: ConvertConfig) -> None:
+    """Raise a ValueError if the budget is for another kind of model than the task, or the checkpoint, is."""
+    budget = Budget.parse(str(config.budget))
+    budget.check_kind(KINDS[config.resolved_task_type])
+    if budget.cost == "cache" and config.model is not None:
+        model_config = read_config(config.model, config.revision)
+        budget.check_kind(KINDS[task_type_of(model_config, None, config.data)])
 
 
 def _finetune(run: TrainingRun) -> ConversionResult:
@@ -489,5 +500,5 @@ def _warn_of_exact_inputs(run: TrainingRun, facts: ModelFacts) -> None:
     counts = facts.beyond_exact
     if counts and facts.learned_parameters and counts["longer"] < MIN_LONGER_SHARE * counts["inputs"]:
         share = "little" if counts["longer"] else "nothing"
-        remedy = "Give longer inputs, or narrow what is exact (options.window_size or block_size)."
+        remedy = "Give longer inputs, or narrow what is exact (--options.window_size or --options.block_size)."
         run.progress.log(f"{exactness(counts)} So these data train {share} of the mechanism. {remedy}")

@@ -76,7 +76,8 @@ def _labelled_tokens(data: TaskData, exact: PreTrainedModel) -> Metric:
 
 def _answers(data: TaskData, exact: PreTrainedModel) -> Metric:
     batches = {name: in_batches([*rows], data.collator) for name, rows in data.validation.items()}
-    return Classification(batches, data.metric_names, is_regression=data.labels is None)
+    assert data.labelled is not None
+    return Classification(batches, data.metric_names, data.labelled)
 
 
 def _embeddings(data: TaskData, exact: PreTrainedModel) -> Metric:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints import load_checkpoint, model_without_weights, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
@@ -71,8 +71,8 @@ def row_limit(
     limits = [position_limit(skeleton) or longest_input(skeleton), getattr(tokenizer, "model_max_length", None)]
     limit = min(value for value in (*limits, DEFAULT_MAX_LENGTH + 1) if value is not None)
     if limit > DEFAULT_MAX_LENGTH:
-        return DEFAULT_MAX_LENGTH, "the default; set data.max_length for longer rows"
-    return limit, "the model's limit; max_length extends learned positions"
+        return DEFAULT_MAX_LENGTH, "the default; set --data.max_length for longer rows"
+    return limit, "the model's limit; --max_length extends learned positions"
 
 
 def with_limits(kind: Kind, data: DataConfig, *, quick: bool = False) -> DataConfig:
@@ -99,7 +99,6 @@ def load_model(
     lacks: those of a new head, which is drawn from torch's generator. A checkpoint that lacks more is an error.
     """
     if loaded is not None:
-        data.check_labels(loaded.config, "The model")
         return _checked(shared_copy(loaded), data, config), []
     if path is not None:
         config = TrainingRunConfig(model=path, max_length=config.max_length, task_type=config.task_type)
@@ -112,11 +111,10 @@ def load_model(
     model_config = _model_config(config, changes)
     if type(model_config) not in auto._model_mapping:
         problem = f"Transformers has no model for {data.task_type} of the type {model_config.model_type!r}"
-        raise ValueError(f"{problem}. Give another task_type.")
+        raise ValueError(f"{problem}. Give another --task_type.")
     if config.from_config or config.model_type is not None:
         return _checked(auto.from_config(model_config), data, config), []
     name, _ = split_source(str(config.model))
-    data.check_labels(read_config(str(config.model), config.revision), repr(name))
     arguments = {"revision": config.revision or "main", "dtype": torch.float32, "config": model_config}
     model, missing = load_checkpoint(str(config.model), auto, **arguments)
     body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
@@ -128,15 +126,24 @@ def load_model(
     return _checked(model, data, config), missing
 
 
+def head_of(config: TrainingRunConfig) -> PreTrainedConfig | None:
+    """Return the config of a checkpoint with a classification head; None where the head is to be new."""
+    if config.task_type != "classification" or config.model is None or config.from_config:
+        return None
+    model_config = read_config(str(config.model), config.revision)
+    classes = model_config.architectures or []
+    return model_config if any("ForSequenceClassification" in name for name in classes) else None
+
+
 def check_head(config: TrainingRunConfig) -> None:
     """Raise a ValueError if the config of a checkpoint says that it has no head for classification.
 
-    Its weights say so, too, but labels, and so all data, must be known before they are loaded.
+    Its weights say so, too, but are loaded later.
     """
     if config.model is None or config.from_config or config.model_type is not None:
         return
     classes = read_config(str(config.model), config.revision).architectures or []
-    if classes and not any(name.endswith("ForSequenceClassification") for name in classes):
+    if classes and head_of(config) is None:
         raise missing_head(config, f"it is a {classes[0]}")
 
 
@@ -152,8 +159,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
     """Return the error for a checkpoint without a head for its task."""
-    remedy = "Give a fine-tuned model, or fine-tune it first: teacher.num_train_epochs 3."
-    unlabelled = "Without labels, give task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
+    remedy = "Give a fine-tuned model, or fine-tune it first: --teacher.num_train_epochs 3."
+    unlabelled = "Without labels, give --task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
     return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy} {unlabelled}")
 
 
@@ -235,7 +242,7 @@ def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) 
         with suppress(NotImplementedError):
             layers = self_attention(model)
     if any(layer.causal is not causal for layer in layers):  # A model that sees the next token would learn to copy it.
-        bidirectional = "bidirectional: train it as masked-lm, embedding or classification (task_type)"
+        bidirectional = "bidirectional: train it as masked-lm, embedding or classification (--task_type)"
         remedy = bidirectional if causal else "causal: train it as causal-lm"
         raise ValueError(f"The attention of this {type(model).__name__} is {remedy}.")
     limit = position_limit(model)
@@ -244,6 +251,6 @@ def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) 
         limit = config.max_length
     if limit is not None and data.longest > limit:
         problem = f"The longest row has {data.longest} tokens, and {type(model).__name__} has positions for {limit}"
-        remedy = f"Truncate the rows (data.max_length {limit}), or add positions (max_length {data.longest})."
+        remedy = f"Truncate the rows (--data.max_length {limit}), or add positions (--max_length {data.longest})."
         raise ValueError(f"{problem}. {remedy}")
     return model

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -92,6 +93,9 @@ SAVED_CHECKPOINTS = 2
 
 #: How to go on with a run that was interrupted.
 RESUME = "Continue with the same options and --resume."
+
+#: Options that may be paths.
+PATHS = ("model", "tokenizer", "plan", "data.dataset", "data.folder")
 
 #: Options that a resumed run may change, because they do not affect the result.
 FREE_OPTIONS = (*("resume", "overwrite", "output", "save_steps", "report_to"),)
@@ -241,29 +245,34 @@ class TrainingRun:
             if options is not None and options.enabled:
                 self._stage_arguments(section)
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """All options by their names. A path is absolute: the same folder may be written in another way next time."""
+        options = flatten(to_dict(self.config))
+        paths = {name: Path(options[name]).expanduser() for name in PATHS if options.get(name) is not None}
+        return options | {name: str(path.resolve()) for name, path in paths.items() if path.exists()}
+
     def _open_study(self) -> Study:
         """Return the study in the folder, of which only the first process writes anything."""
         config, path = self.config, self.folder / STUDY_FOLDER / RECORDS_FILE
         records = Records(path if config.resume and path.is_file() else None)
         if records.runs:
             last = list(records.runs.values())[-1]
-            before, now = (flatten(values) for values in (last.settings, to_dict(config)))
+            before, now = flatten(last.settings), self._settings
             if changes := _changes(before, now, FREE_OPTIONS):
                 remedy = "Use the same options, with the same version of hf-linear-attn."
                 raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
             if changes := _changes(last.environment["versions"], environment()["versions"]):
                 self.progress.log(f"Finished stages are those of other versions ({changes}).")
         records.path = path if self.is_main_process else None
-        records.start_run(self.tool, to_dict(config), environment(self.process.device))
+        records.start_run(self.tool, self._settings, environment(self.process.device))
         return Study(path.parent, records, self.progress, writes=self.is_main_process)
 
     def _conditions(self, stage: str) -> Conditions:
-        options = flatten(to_dict(self.config))
-        settings = {name: value for name, value in options.items() if name not in FREE_OPTIONS}
+        settings = {name: value for name, value in self._settings.items() if name not in FREE_OPTIONS}
         device = self._machine if stage == "speed" else {}
-        return Conditions(
-            str(self.config.model), measurement=stage, seed=self.config.seed, settings=settings, device=device
-        )
+        model = str(self._settings["model"])
+        return Conditions(model, measurement=stage, seed=self.config.seed, settings=settings, device=device)
 
     def use_data(self, data: TaskData) -> None:
         """Set the data of the task; a ValueError if a resumed run began with other rows."""
@@ -386,12 +395,14 @@ class TrainingRun:
         config, tokenizer = self.config, self._tokenizer()
         max_length, reason = models.row_limit(config, tokenizer)
         with self.progress.working(f"reading {config.data.task or config.data.dataset or 'the data'}"):
+            with self.process.main_process_first():
+                rows = models.with_limits(self.kind, replace(config.data, max_length=max_length))
+                data = load_task_data(config.task_type, tokenizer, rows, config.seed, head=models.head_of(config))
             is_conversion = isinstance(config, ConvertConfig) and not config.teacher.enabled
             if is_conversion and self.kind.task_type == "classification":
                 models.check_head(config)
-            with self.process.main_process_first():
-                rows = models.with_limits(self.kind, replace(config.data, max_length=max_length))
-                data = load_task_data(config.task_type, tokenizer, rows, config.seed)
+        for note in data.notes:
+            self.progress.log(note)
         facts = data.facts
         held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
         train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
@@ -404,6 +415,10 @@ class TrainingRun:
         if repeated := facts["validation_repeated"]:
             rows_text = f"{repeated:,} of {held_out:,} validation rows are in the training data, too"
             self.progress.log(f"{rows_text}: their scores say little of new inputs.")
+        if self.budget is not None and self.budget.cost == "cache" and self.budget.length > data.longest:
+            asked = f"The budget is for {self.budget.length:,} tokens, and no row has more than {data.longest:,}"
+            remedy = f"Longer rows: --data.max_length {self.budget.length}."
+            self.progress.log(f"{asked}: what the model recalls is measured at {data.longest:,}. {remedy}")
         self.use_data(data)
 
     def _tokenizer(self) -> Any:
@@ -416,7 +431,7 @@ class TrainingRun:
         if self.is_main_process and not folder.exists():
             columns = config.data.text_columns
             with self.progress.working("training a tokenizer"):
-                rows = load_splits(config.data, columns)["train"]
+                rows = load_splits(config.data, columns).splits["train"]
                 texts = chain.from_iterable(rows[column] for column in columns)
                 tokenizer = models.train_tokenizer(texts, config.train_tokenizer, models.row_limit(config)[0])
             with atomic_folder(folder) as temporary:

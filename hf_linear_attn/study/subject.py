@@ -141,7 +141,8 @@ def load_subject(
     rows = models.with_limits(kind, replace(rows, max_length=length), quick=config.quick)
     if rows.max_train_samples is None:
         rows = replace(rows, max_train_samples=steps * max(1, min(32, STEP_TOKENS // length)))
-    data = load_task_data(task_type, tokenizer, rows, seed, documents=documents)
+    head = model_config if task_type == "classification" else None
+    data = load_task_data(task_type, tokenizer, rows, seed, documents=documents, head=head)
     model, missing = models.load_model(run, data, loaded=loaded)
     if missing:
         raise models.missing_head(run, f"{missing[0]} is missing")
@@ -180,7 +181,7 @@ def recall_metric(kind: Kind, tokenizer: Any, lengths: Sequence[int], seed: int)
 
 def sentence_pairs(folder: str, tokenizer: Any, collator: Any, length: int) -> SentencePairs:
     """Return how embeddings rank the validation pairs of STS-B."""
-    rows = list(load_task("stsb", folder=folder)["validation"])
+    rows = list(load_task("stsb", folder=folder).splits["validation"])
     texts = [row["sentence1"] for row in rows] + [row["sentence2"] for row in rows]
     encoded = tokenizer(texts, truncation=True, max_length=length, verbose=False)
     ids = [{"input_ids": row} for row in encoded["input_ids"]]

@@ -401,11 +401,10 @@ class DistillationTrainer(FinetuningTrainer):
         if config.task_weight:
             parts["task"] = self._task_loss(rows, classes)
         if with_logits:
-            if labels.is_floating_point() and rows.shape[-1] > 1:
-                raise ValueError("The softmax of several labels a row says nothing of each. Set logits_weight=0.")
             expected = target.logits[:, carried:] if carried else target.logits
             target_rows, _ = losses.select_targets(expected, labels, shift)
-            parts["logits"] = losses.logits_loss(rows, target_rows, config.temperature)
+            several = labels.is_floating_point() and rows.shape[-1] > 1
+            parts["logits"] = losses.logits_loss(rows, target_rows, config.temperature, several_labels=several)
         if with_hidden:
             if any(getattr(one, "hidden_states", None) is None for one in (outputs, target)):
                 raise NotImplementedError(f"{type(self.model).__name__} has no hidden_states. Set hidden_weight=0.")

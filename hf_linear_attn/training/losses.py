@@ -100,12 +100,16 @@ def row_losses(
     return torch.stack([loss(*select_targets(logits[row], labels[row], shift)) for row in rows]), counts
 
 
-def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+def logits_loss(student: Tensor, teacher: Tensor, temperature: float, *, several_labels: bool = False) -> Tensor:
     """Return `T² Σ KL(softmax(teacher / T) ‖ softmax(student / T))` over the logits `[N, C]` of N targets.
 
     The factor T² keeps the size of the gradient independent of the temperature T (Hinton et al. 2015,
-    arXiv:1503.02531). Scores (C = 1) have no distribution: their loss is the squared difference.
+    arXiv:1503.02531). Scores (C = 1) have no distribution: their loss is the squared difference. Where a row has
+    `several_labels`, each logit z is the distribution sigmoid(z), 1 - sigmoid(z), and the mean over them counts.
     """
+    if several_labels:
+        own, expected = (torch.stack([torch.zeros_like(part), part], dim=-1) for part in (student, teacher))
+        return logits_loss(own.flatten(0, 1), expected.flatten(0, 1), temperature) / student.shape[-1]
     return _summed(lambda own, expected: _logits_losses(own, expected, temperature).sum(), student, teacher)
 
 

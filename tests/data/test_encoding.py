@@ -101,8 +101,6 @@ def test_a_row_that_the_tokenizer_cannot_read_is_named():
         ({}, ["first", "second"], 4, "data.max_length: 4 leaves no room for text beside 3 special tokens"),
         ({}, ["first"], 2.5, "data.max_length: 2.5 leaves no room"),
         ({"first": ["a", None, "b"]}, ["first"], 8, "Row 1: the tokenizer cannot read None"),
-        ({"label": [0, -1, 0]}, ["first"], 8, "Row 1: the label is -1"),
-        ({"label": [0, None, 0]}, ["first"], 8, "Row 1: the label is None"),
     ],
 )
 def test_what_cannot_be_encoded_is_an_error(changes, columns, length, message):

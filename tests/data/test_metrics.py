@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -15,18 +16,20 @@ import torch
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from hf_linear_attn.data.tasks import (
+from hf_linear_attn.data.labels import Labels
+from hf_linear_attn.data.metrics import (
     METRICS,
-    TASKS,
+    check_metrics,
     compute_metrics,
     constant_answer_score,
     higher_is_better,
-    likeliest_classes,
     load_metrics,
 )
+from hf_linear_attn.data.tasks import TASKS
 
 CLASSES = ("accuracy", "f1", "matthews_correlation")
 SCORES = ("pearson", "spearmanr", "mse")
+SEVERAL = ("f1_micro", "f1_macro", "subset_accuracy")
 
 TRUE_VALUES = {
     "accuracy": sklearn_metrics.accuracy_score,
@@ -35,6 +38,9 @@ TRUE_VALUES = {
     "pearson": lambda references, predictions: stats.pearsonr(predictions, references).statistic,
     "spearmanr": lambda references, predictions: stats.spearmanr(predictions, references).statistic,
     "mse": sklearn_metrics.mean_squared_error,
+    "f1_micro": lambda references, predictions: sklearn_metrics.f1_score(references, predictions, average="micro"),
+    "f1_macro": lambda references, predictions: sklearn_metrics.f1_score(references, predictions, average="macro"),
+    "subset_accuracy": lambda references, predictions: (references == predictions).all(axis=1).mean(),
 }
 
 
@@ -47,7 +53,9 @@ def _no_warnings():
 
 def sample(name: str, rows: int = 101) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(0)
-    if METRICS.get(name).continuous:
+    if METRICS.get(name).problem == "multi_label_classification":
+        return generator.integers(0, 2, (rows, 4)), generator.integers(0, 2, (rows, 4))
+    if METRICS.get(name).problem == "regression":
         references = generator.integers(0, 26, rows) / 5  # with ties, as in STS-B
         return (references + generator.normal(size=rows)).astype(np.float32), references
     references = generator.integers(0, 2, rows)
@@ -55,11 +63,13 @@ def sample(name: str, rows: int = 101) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_every_metric_is_tested():
-    assert sorted(name for name, _ in METRICS) == sorted(TRUE_VALUES) == sorted(CLASSES + SCORES)
+    assert sorted(name for name, _ in METRICS) == sorted(TRUE_VALUES) == sorted(CLASSES + SCORES + SEVERAL)
     assert [name for name, entry in METRICS if not entry.higher_is_better] == ["mse"]
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in sorted(TRUE_VALUES)), CLASSES, SCORES, ("accuracy", "mse")])
+@pytest.mark.parametrize(
+    "names", [*((name,) for name in sorted(TRUE_VALUES)), CLASSES, SCORES, SEVERAL, ("accuracy", "mse")]
+)
 def test_values(names):
     predictions, references = sample(names[0])
     expected = {name: pytest.approx(float(TRUE_VALUES[name](references, predictions)), rel=1e-6) for name in names}
@@ -119,7 +129,7 @@ def test_scores_without_a_correlation(predictions, references, mse):
 def test_rows_whose_logits_are_nan_have_no_score():
     """The largest of them would be NaN, and that of class 0."""
     logits = torch.tensor([[0.1, 0.9], [math.nan, math.nan], [0.9, 0.1]])
-    assert likeliest_classes(logits).tolist() == [1, -1, 0]
+    assert Labels("single_label_classification", ("a", "b")).answers(logits).tolist() == [1, -1, 0]
     for predictions, defined in (([1, 0, 0], True), ([1, -1, 0], False)):
         scores = compute_metrics(CLASSES, predictions, [1, 0, 0])
         assert [math.isfinite(score) for score in scores.values()] == [defined] * len(CLASSES)
@@ -133,6 +143,29 @@ def test_the_score_of_one_answer_to_all_rows():
     assert constant_answer_score("pearson", [1.0, 2.0, 6.0]) == 0.0
 
 
+def test_the_best_constant_answer_of_several_labels_is_found_among_all():
+    references = np.array([[1, 0, 0], [1, 1, 0], [1, 1, 0], [0, 0, 1], [1, 0, 0]], dtype=np.float32)
+    answers = [np.array(answer) for answer in itertools.product((0, 1), repeat=3)]
+    for name, expected in TRUE_VALUES.items():
+        if name in SEVERAL:
+            every = [expected(references, np.tile(answer, (5, 1))) for answer in answers]
+            assert constant_answer_score(name, references) == pytest.approx(max(every)), name
+
+
+def test_metrics_are_for_their_labels():
+    check_metrics(["accuracy", "mse"], "single_label_classification")  # classes are numbers, too
+    with pytest.raises(
+        ValueError, match=r"accuracy is for classes, and these labels are several labels a row. Use f1_mi"
+    ):
+        check_metrics(["accuracy"], "multi_label_classification")
+    with pytest.raises(ValueError, match="f1_micro is for several labels a row, and these labels are classes"):
+        check_metrics(["f1_micro"], "single_label_classification")
+    with pytest.raises(
+        ValueError, match=r"accuracy is for classes, and these labels are scores. Use pearson, spearmanr"
+    ):
+        check_metrics(["accuracy"], "regression")
+
+
 def test_nearly_constant_scores_are_no_flood_of_warnings():
     predictions = 1e8 + np.array([0.0, 1e-7, 2e-7])
     result = compute_metrics(["pearson"], predictions, [0.0, 1.0, 2.0])["pearson"]
@@ -144,7 +177,7 @@ import socket, sys
 def refuse(*args, **options):
     raise AssertionError("a metric asked for the network")
 socket.socket.connect = refuse
-from hf_linear_attn.data.tasks import compute_metrics
+from hf_linear_attn.data.metrics import compute_metrics
 print(compute_metrics(["accuracy"], [int(sys.argv[1])] * 3 + [1], [1] * 4)["accuracy"])
 """
 
@@ -190,7 +223,7 @@ def test_a_missing_package_is_named_with_the_remedy(missing, name, monkeypatch):
 
 def test_importing_is_light():
     script = (
-        "import sys, hf_linear_attn.data.tasks, hf_linear_attn.data.files, hf_linear_attn.data.text\n"
+        "import sys\nfrom hf_linear_attn.data import files, labels, metrics, tasks, text\n"
         "heavy = {'datasets', 'evaluate', 'sklearn', 'scipy', 'pandas', 'torch', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import BertConfig, EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
+from hf_linear_attn.data.labels import Labels
 from hf_linear_attn.data.task_data import (
     MaskingCollator,
     TaskData,
@@ -26,15 +26,14 @@ from hf_linear_attn.data.task_data import (
     load_labelled,
     load_splits,
     load_task_data,
-    read_documents,
 )
 from hf_linear_attn.utils.options import OptionError
 from tests.data.tiny_data import tokenizer, write
 from tests.tiny_text import sample_text
 
 
-def task_data(task_type: str, **options: object) -> TaskData:
-    return TaskData(task_type, tokenizer(), collate_blocks, **options)  # type: ignore[arg-type]
+def task_data(task_type: str, labels: Labels | None = None, **options: object) -> TaskData:
+    return TaskData(task_type, tokenizer(), collate_blocks, labelled=labels, **options)  # type: ignore[arg-type]
 
 
 def test_blocks_predict_every_next_token():
@@ -72,17 +71,30 @@ def test_the_metrics_of_a_language_model_are_loss_and_perplexity():
 
 def test_predictions_of_classes_and_scores():
     logits = torch.tensor([[0.1, 0.9], [2.0, -1.0]])
-    classes = task_data("classification", labels=("a", "b"), metric_names=("accuracy",))
-    assert classes.reduce_logits(logits, torch.tensor([1, 1])).tolist() == [1, 0]
+    two = Labels("single_label_classification", ("a", "b"))
+    classes = task_data("classification", two, metric_names=("accuracy",))
+    assert classes.reduce_logits((logits, None), torch.tensor([1, 1])).tolist() == [1, 0]
     assert classes.compute_metrics(EvalPrediction(np.array([1, 0]), np.array([1, 1]))) == {"accuracy": 0.5}
-    scores = task_data("classification", metric_names=("pearson",))
+    scores = task_data("classification", Labels("regression"), metric_names=("pearson",))
     assert scores.reduce_logits(logits[:, :1], torch.tensor([0.0, 1.0])).tolist() == pytest.approx([0.1, 2.0])
     assert scores.config_changes["num_labels"] == 1
     assert classes.config_changes["id2label"] == {0: "a", 1: "b"}
 
 
+def test_predictions_of_several_labels():
+    several = Labels("multi_label_classification", ("a", "b", "c"))
+    data = task_data("classification", several, metric_names=("subset_accuracy", "f1_micro"))
+    logits = torch.tensor([[0.1, -0.9, 2.0], [-2.0, -1.0, math.nan]])
+    assert data.reduce_logits(logits, logits).tolist() == [[1, 0, 1], [0, 0, -1]]
+    right, wrong = np.array([[1.0, 0.0, 1.0]]), np.array([[1.0, 1.0, 0.0]])
+    assert data.compute_metrics(EvalPrediction(right, right)) == {"subset_accuracy": 1.0, "f1_micro": 1.0}
+    assert data.compute_metrics(EvalPrediction(wrong, right)) == {"subset_accuracy": 0.0, "f1_micro": 0.5}
+    assert data.config_changes["problem_type"] == "multi_label_classification"
+
+
 def test_own_metrics_leave_out_what_the_trainer_adds():
-    data = task_data("classification", labels=("a", "b"), metric_names=("accuracy", "f1"))
+    two = Labels("single_label_classification", ("a", "b"), (0, 1))
+    data = task_data("classification", two, metric_names=("accuracy", "f1"))
     metrics = {"eval_matched_accuracy": 0.5, "eval_f1": 0.25, "eval_loss": 1.0, "eval_runtime": 3.0, "epoch": 1.0}
     assert data.own_metrics(metrics) == {"matched_accuracy": 0.5, "f1": 0.25}
 
@@ -94,21 +106,21 @@ def test_metrics_and_heads_for_other_labels_are_refused(tmp_path):
     classes = "".join(f"one two,{row % 3}\n" for row in range(12))
     folder = write(tmp_path, {"scores.csv": f"text,label\n{scores}", "classes.csv": f"text,label\n{classes}"})
 
-    def load(name, *metrics):
+    def load(name, *metrics, head=None):
         data = DataConfig(dataset=str(folder / name), metrics=metrics or None, max_length=8)
-        return load_task_data("classification", tokenizer(), data, 0)
+        return load_task_data("classification", tokenizer(), data, 0, head=head)
 
     for metrics in (("accuracy",), ("pearson", "accuracy"), ("matthews_correlation",)):
-        with pytest.raises(ValueError, match=f"{metrics[-1]} compares classes, and these labels are scores"):
+        with pytest.raises(ValueError, match=f"{metrics[-1]} is for classes, and these labels are scores"):
             load("scores.csv", *metrics)
     with pytest.raises(ValueError, match="f1 is defined for the classes 0 and 1; these rows have 2"):
         load("classes.csv", "accuracy", "f1")
-    task = load("scores.csv")
-    trained = {"architectures": ["BertForSequenceClassification"]}
-    with pytest.raises(ValueError, match="The model was trained with 3 classes; the data has scores"):
-        task.check_labels(BertConfig(num_labels=3, **trained), "The model")
-    task.check_labels(BertConfig(num_labels=1, **trained), "The model")
-    task.check_labels(BertConfig(num_labels=3, architectures=["BertModel"]), "The model")
+    with pytest.raises(ValueError, match=r"trained with classes \(LABEL_0, LABEL_1, LABEL_2\); the data has scores"):
+        load("scores.csv", head=BertConfig(num_labels=3))
+    assert load("scores.csv", head=BertConfig(num_labels=1)).labels is None
+    assert (
+        load("classes.csv", head=BertConfig(num_labels=1)).labelled.problem == "regression"
+    )  # whole numbers are scores, too
 
 
 def test_own_labelled_data_are_a_task(tmp_path):
@@ -118,22 +130,22 @@ def test_own_labelled_data_are_a_task(tmp_path):
         {"train.csv": "review,label,stars\na,9,good\nb,9,bad\n", "dev.csv": "review,label,stars\nc,9,good\n"},
     )
     data = DataConfig(dataset=str(folder), text_columns=("review",), label_column="stars")
-    task, splits = load_labelled(data)
-    assert (task.labels, task.columns, task.metrics) == (("bad", "good"), ("review",), ("accuracy",))
-    assert list(splits["train"]["label"]) == [1, 0]
-    assert list(splits["validation"]["label"]) == [1]
-    write(tmp_path, {"dev.csv": "review,label,stars\nc,9,so-so\n"})
-    with pytest.raises(ValueError, match=r"The label 'so-so' does not occur in the training data \(bad, good\)"):
-        load_labelled(data)
-    write(tmp_path, {"train.csv": "review,label,stars\na,9,good\nb,9,\n"})
-    with pytest.raises(ValueError, match="The column 'stars' of the training data has empty cells"):
-        load_labelled(data)
-    write(tmp_path, {"train.csv": "review,label,stars\na,9,2\nb,9,3.5\nc,9,NA\n"})
-    with pytest.raises(ValueError, match=r"'stars' has numbers such as 3.5 and texts such as 'NA'\. Remove the rows"):
-        load_labelled(data)
-    write(tmp_path, {"train.csv": "text,label\na,10\nb,9\n", "dev.csv": "text,label\nc,9\n"})
-    task, splits = load_labelled(DataConfig(dataset=str(folder)))
-    assert (task.labels, list(splits["train"]["label"])) == (("9", "10"), [1, 0])
+    source, columns, labels, metrics = load_labelled(data)
+    assert (labels.names, columns, metrics) == (("bad", "good"), ("review",), ("accuracy",))
+    assert source.splits["train"]["label"][:] == [1, 0]
+    assert source.splits["validation"]["label"][:] == [1]
+    assert source.notes == ("Columns that are not used: label.",)
+
+
+def test_a_column_of_another_order_and_a_test_file_without_labels_are_no_errors(tmp_path):
+    """As competitions give them."""
+    train = "id,text,label\n" + "".join(f"{row},alpha {row},{row % 2}\n" for row in range(8))
+    files = {"train.csv": train, "dev.csv": "label,text\n1,beta\n0,gamma\n", "test.csv": "id,text\n9,delta\n"}
+    data = load_task_data(
+        "classification", tokenizer(), DataConfig(dataset=str(write(tmp_path, files)), max_length=8), 0
+    )
+    assert sorted(data.validation[""]["labels"][:]) == [0, 1]
+    assert data.notes == ("Columns that are not used: id.",)
 
 
 @pytest.mark.parametrize("form", ["{}", "LABEL_{}", "{:02}", " {}"])
@@ -142,16 +154,17 @@ def test_classes_that_are_numbers_as_text_are_in_their_order(form, tmp_path):
     names = [form.format(number) for number in range(12)]
     rows = [{"text": f"t{row}", "label": names[row * 5 % 12]} for row in range(60)]
     write(tmp_path, {"rows.jsonl": "\n".join(map(json.dumps, rows))})
-    task, splits = load_labelled(DataConfig(dataset=str(tmp_path / "rows.jsonl")))
-    assert task.labels == tuple(names)
-    assert all(row["label"] == int(row["text"][1:]) * 5 % 12 for split in splits.values() for row in split)
+    source, _, labels, _ = load_labelled(DataConfig(dataset=str(tmp_path / "rows.jsonl")))
+    assert labels.names == tuple(names)
+    for split in source.splits.values():
+        assert all(row["label"] == int(row["text"][1:]) * 5 % 12 for row in split)
 
 
 def test_the_end_of_a_running_text_is_held_out(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
     numbers = [str(index) for index in range(1000)]
     (tmp_path / "book.txt").write_text("\n\n" + " ".join(numbers) + "\n\nend")
-    splits = load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), validation_size=0.25), ("text",))
+    splits = load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), validation_size=0.25), ("text",)).splits
     train, validation = splits["train"]["text"][0].split(), splits["validation"]["text"][0].split()
     assert [*train, *validation] == [*numbers, "end"]
     assert len(" ".join(validation)) / len(" ".join(numbers)) == pytest.approx(0.25, abs=0.01)
@@ -177,44 +190,33 @@ def test_validation_rows_that_are_in_the_training_data_are_counted(tmp_path):
     assert load_task_data("classification", tokenizer(), drawn, seed=0).facts["validation_repeated"] == 5
 
 
-def test_text_of_any_source(tmp_path):
-    pytest.importorskip("datasets", reason="needs the extra 'train'")
-    folder = write(
-        tmp_path, {"train.csv": "text,n\nabc,1\ndef,2\n", "dev.csv": "text,n\nghi,3\n", "log": "word " * 900}
-    )
-    text = read_documents(DataConfig(dataset=str(folder)))
-    assert (text.train, text.validation) == (("abc", "def"), ("ghi",))
-    assert read_documents(DataConfig(dataset=str(folder / "log"))).train[0].startswith("word word")
-    with pytest.raises(FileNotFoundError, match=r"no file or folder '\./nowhere\.txt'"):
-        read_documents(DataConfig(dataset="./nowhere.txt"))
-
-
-@pytest.mark.parametrize("task_type", ["classification", "causal-lm", "masked-lm", "embedding", "documents"])
+@pytest.mark.parametrize("task_type", ["classification", "causal-lm", "masked-lm", "embedding"])
 def test_what_is_no_text_is_named(task_type, tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
 
     def load(data: DataConfig) -> object:
-        return read_documents(data) if task_type == "documents" else load_task_data(task_type, tokenizer(), data, 0)
+        return load_task_data(task_type, tokenizer(), data, 0)
 
     rows = [{"text": f"alpha beta {row}", "number": row, "label": row % 2} for row in range(12)]
     for row in (0, 7):
         wrong = [{**entry, "text": None if index == row else entry["text"]} for index, entry in enumerate(rows)]
         write(tmp_path, {"train.jsonl": "\n".join(map(json.dumps, wrong))})
         with pytest.raises(
-            ValueError, match=rf"{tmp_path}', row {row} of train .* column 'text' has None.*remove the row"
+            ValueError, match=rf"{tmp_path}/train.jsonl, row {row} .* column 'text' has None.*remove the row"
         ):
             load(DataConfig(dataset=str(tmp_path), max_length=8))
-    with pytest.raises(ValueError, match=r"row 0 of train .* column 'number' has 0.*--data.text_columns"):
+    with pytest.raises(ValueError, match=r"row 0 .* column 'number' has 0.*--data.text_columns"):
         load(DataConfig(dataset=str(tmp_path / "train.jsonl"), text_columns=("number",), max_length=8))
 
 
 @pytest.mark.parametrize("task_type", ["classification", "causal-lm", "masked-lm", "embedding"])
 def test_numbers_in_a_text_column_of_a_csv_file_are_text(task_type, tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
-    numbers = [f"{row}.50" for row in range(40)]
+    numbers = [f"{row}.50" for row in range(80)]
     table = "\n".join(["text,label", *(f"{number},{row % 2}" for row, number in enumerate(numbers))])
     data = DataConfig(dataset=str(write(tmp_path, {"rows.csv": table}) / "rows.csv"), max_length=8)
-    assert sorted((*read_documents(data).train, *read_documents(data).validation)) == sorted(numbers)
+    splits = load_splits(data, ("text",)).splits
+    assert sorted((*splits["train"]["text"], *splits["validation"]["text"])) == sorted(numbers)
     assert load_task_data(task_type, tokenizer(), data, 0).longest > 2
 
 
@@ -259,24 +261,22 @@ def test_all_validation_splits_are_held_out(tmp_path):
     parts = {"train": ["abc"], "validation_b": ["def"], "validation_a": ["ghi", "jkl"]}
     saved = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
     datasets.DatasetDict(saved).save_to_disk(tmp_path)
-    text = read_documents(DataConfig(dataset=str(tmp_path)))
-    assert (text.train, text.validation) == (("abc",), ("def", "ghi", "jkl"))
+    loaded = load_splits(DataConfig(dataset=str(tmp_path)), ("text",)).splits
+    assert {name: split["text"][:] for name, split in loaded.items()} == parts
 
 
 @pytest.mark.parametrize("columns", [(), ("text", "second")])
 @pytest.mark.parametrize("task_type", ["causal-lm", "masked-lm", "embedding"])
 def test_documents_are_one_column(task_type, columns, tmp_path):
     data = DataConfig(dataset=str(tmp_path / "not read"), text_columns=columns, max_length=8)
-    for load in (read_documents, partial(load_task_data, task_type, tokenizer(), seed=0)):
-        with pytest.raises(OptionError, match=f"data.text_columns: .* not {', '.join(columns) or 'none'}"):
-            load(data=data)
+    with pytest.raises(OptionError, match=f"data.text_columns: .* not {', '.join(columns) or 'none'}"):
+        load_task_data(task_type, tokenizer(), data, seed=0)
 
 
 def test_text_columns_that_cannot_be_read_are_errors(tmp_path):
     (tmp_path / "book.txt").write_text(sample_text(), encoding="utf-8")
-    for path in (None, str(tmp_path / "book.txt")):
-        with pytest.raises(OptionError, match=r"data.text_columns: a text has no columns, so no 'story'"):
-            read_documents(DataConfig(dataset=path, text_columns=("story",)))
+    with pytest.raises(ValueError, match=r"The data set has no column 'story'"):
+        load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), text_columns=("story",)), ("story",))
     for columns in ((), ("a", "b", "c")):
         with pytest.raises(OptionError, match=r"data.text_columns: must be one column, or two for pairs, got"):
             load_labelled(DataConfig(dataset="not read", text_columns=columns))
@@ -299,9 +299,9 @@ def test_classes_that_differ_from_split_to_split(tmp_path):
 
 def test_a_score_that_is_no_number_names_the_row(tmp_path):
     rows = [{"text": "x", "label": number / 10} for number in range(9)] + [{"text": "x", "label": math.nan}]
-    folder = write(tmp_path, {"data.jsonl": "\n".join(map(json.dumps, rows))})
-    data = DataConfig(dataset=str(folder / "data.jsonl"), validation_size=0.5, max_length=8)
-    with pytest.raises(ValueError, match="the label is nan"):
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    data = DataConfig(dataset=str(tmp_path / "rows.parquet"), validation_size=0.5, max_length=8)
+    with pytest.raises(ValueError, match=r"row 9 \(the first is 0\): the column 'label' has nan, which is no"):
         load_task_data("classification", tokenizer(), data, 0)
 
 
@@ -313,7 +313,6 @@ def test_whole_numbers_are_scores_where_the_training_rows_have_scores(tmp_path):
     config = DataConfig(dataset=str(folder), metrics=("mse",), max_length=8)
     data = load_task_data("classification", tokenizer(), config, 0)
     assert data.validation[""]["labels"][:] == [-1.0, -1.0, 5.0]
-    assert data.constant_answer_score() == pytest.approx(8)  # of their mean, 1
 
 
 def test_validation_rows_of_a_text_are_drawn_from_all_of_it(tmp_path):
@@ -332,20 +331,20 @@ def test_names_of_classes_in_a_parquet_file(tmp_path):
     names = ["spam", "ham"]
     rows = Dataset.from_dict({"text": [f"text {i}" for i in range(20)], "label": [0, 1] * 10})
     rows.cast_column("label", ClassLabel(names=names)).to_parquet(tmp_path / "train.parquet")
-    task, splits = load_labelled(DataConfig(dataset=str(tmp_path)))
-    assert task.labels == ("spam", "ham")
-    assert splits["train"].features["label"].names == names
+    source, _, labels, _ = load_labelled(DataConfig(dataset=str(tmp_path)))
+    assert labels.names == ("spam", "ham")
+    assert source.splits["train"].features["label"].names == names
     file = parquet.read_table(tmp_path / "train.parquet")
     other = file.set_column(1, file.schema.field("label"), pa.array([0, 2] * 10))
     parquet.write_table(other, tmp_path / "train.parquet")  # its metadata still name two classes
-    with pytest.raises(ValueError, match=r"train.parquet: label is 2, but its classes are 0 and up: spam, ham"):
+    with pytest.raises(ValueError, match=r"column 'label' has 2, which is no label: classes are 0 and up: spam, ham"):
         load_labelled(DataConfig(dataset=str(tmp_path)))
 
 
 def test_splits_that_nothing_is_done_with_may_lack_labels(tmp_path):
     rows = "text,label\n" + "\n".join(f"t{number},{number % 2}" for number in range(20))
     folder = write(tmp_path, {"data/train.csv": rows, "data/test.csv": "text,label\nx,-1\n"})
-    assert set(load_labelled(DataConfig(dataset=str(folder / "data")))[1]) == {"train", "validation"}
+    assert set(load_labelled(DataConfig(dataset=str(folder / "data")))[0].splits) == {"train", "validation"}
 
 
 def test_the_first_of_several_validation_splits_decides(tmp_path):

@@ -13,11 +13,9 @@ from hf_linear_attn.data.text import (
     docstrings,
     encode_text,
     hold_out,
-    load_text,
     padded_batches,
     special_tokens,
     standard_library_documents,
-    text_of,
     text_rows,
     token_passages,
 )
@@ -30,11 +28,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_standard_library_is_enough() -> None:
-    text = load_text(None)
-    assert len(text.train) > 60
-    assert len(text.validation) > 15
-    assert sum(map(len, text.train)) + sum(map(len, text.validation)) > 300_000
-    assert not set(text.train) & set(text.validation)
+    documents = standard_library_documents()
+    assert len(documents) > 75
+    assert sum(map(len, documents)) > 300_000
 
 
 def test_standard_library_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +65,7 @@ def test_wikitext_is_split_into_articles(tmp_path: Path) -> None:
     article = " \n = Title {} = \n \n" + " A sentence . \n \n Another one . \n" * 10
     path = tmp_path / "wiki.train.tokens"
     path.write_text("".join(article.format(index) for index in range(20)))
-    text = load_text(str(path))
-    assert (len(text.train), len(text.validation)) == (18, 2)
+    assert len(text_documents(path)) == 20
 
 
 def test_a_share_of_the_documents_is_held_out() -> None:
@@ -120,27 +115,6 @@ def test_docstrings_are_read_without_running_the_file(tmp_path: Path) -> None:
     assert list(docstrings(path)) == []
 
 
-def test_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no text file .*nowhere\.txt"):
-        load_text(str(tmp_path / "nowhere.txt"))
-    with pytest.raises(FileNotFoundError, match="no text file"):
-        load_text(str(tmp_path))
-
-
-def test_short_file_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("too short", encoding="utf-8")
-    with pytest.raises(ValueError, match="9 characters; at least 2000"):
-        load_text(str(path))
-
-
-def test_binary_file_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "binary.txt"
-    path.write_bytes(b"\xff\xfe\x00" * 2000)
-    with pytest.raises(ValueError, match="not UTF-8"):
-        load_text(str(path))
-
-
 def test_special_tokens_are_detected(tokenizer: PreTrainedTokenizerFast) -> None:
     assert special_tokens(tokenizer, ["alpha beta", "gamma"]) == ([tokenizer.cls_token_id], [tokenizer.sep_token_id])
     bare = tiny_tokenizer()
@@ -157,11 +131,6 @@ def test_empty_documents_change_nothing() -> None:
         assert {row[0] for row in expected} == {tokenizer.cls_token_id}
         assert text_rows(tokenizer, [documents[0], "", " ", *documents[1:]], 5, causal=causal) == expected
     assert special_tokens(tokenizer, ["", " "]) == ([], [])
-
-
-def test_the_hash_of_a_text_says_where_it_was_split() -> None:
-    documents = [f"{index} " * 100 for index in range(40)]
-    assert len({text_of(documents, "", share).sha256 for share in (0.1, 0.2, 0.1)}) == 2
 
 
 def test_unreadable_text_is_reported() -> None:

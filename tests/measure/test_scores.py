@@ -7,13 +7,17 @@ from dataclasses import astuple
 
 import pytest
 import torch
+from sklearn.metrics import f1_score
 from transformers import BertForSequenceClassification
 
+from hf_linear_attn.data.labels import Labels
 from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.measure.assessment import assess
 from hf_linear_attn.measure.classification import Classification, standard_error
 from hf_linear_attn.measure.embedding import EmbeddingCosine, SentencePairs, nearest_neighbors, sentence_embeddings
 from tests.tiny_models import VOCABULARY, tiny_model
+
+CLASSES = Labels("single_label_classification", ("a", "b"))
 
 
 def test_scores_of_a_classifier_by_hand() -> None:
@@ -22,15 +26,46 @@ def test_scores_of_a_classifier_by_hand() -> None:
     model.classifier.weight.data += torch.randn(model.classifier.weight.shape)
     ids = torch.randint(4, VOCABULARY, (6, 9))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1, 0, 1, 1, 1])}
-    metric = Classification({"": [batch]}, ["accuracy", "f1"], is_regression=False)
+    metric = Classification({"": [batch]}, ["accuracy", "f1"], CLASSES)
     values = metric(model)
     with torch.no_grad():
         right = (model(ids).logits.argmax(-1) == batch["labels"]).float().mean()
     assert values["accuracy"] == pytest.approx(float(right))
     assert (values["rows"], values["longest_input"]) == (6, 9)
     assert (metric.score.metric, metric.score.constant_answer) == ("accuracy", pytest.approx(4 / 6))
-    named = Classification({"matched": [batch], "mismatched": [batch]}, ["accuracy"], is_regression=False)
+    named = Classification({"matched": [batch], "mismatched": [batch]}, ["accuracy"], CLASSES)
     assert named(model)["mismatched_accuracy"] == named(model)[named.score.metric] == values["accuracy"]
+
+
+def test_the_classes_of_a_metric_are_those_of_the_data_whatever_the_outputs_of_the_head() -> None:
+    torch.manual_seed(0)
+    model = copy.deepcopy(tiny_model("bert", BertForSequenceClassification))
+    model.classifier.weight.data += torch.randn(model.classifier.weight.shape)
+    ids = torch.randint(4, VOCABULARY, (16, 9))
+    swapped = Labels("single_label_classification", ("yes", "no"), order=(1, 0))  # the data says no, yes
+    labels = torch.tensor([0, 1, 1, 1] * 4)
+    metric = Classification({"": [{"input_ids": ids, "labels": labels}]}, ["f1", "accuracy"], swapped)
+    with torch.no_grad():
+        answers = 1 - model(ids).logits.argmax(-1)
+    values = metric(model)
+    assert values["f1"] == pytest.approx(f1_score(1 - labels, answers))
+    assert values["f1"] != pytest.approx(f1_score(labels, 1 - answers))
+    assert values["accuracy"] == pytest.approx(float((answers == 1 - labels).float().mean()))
+
+
+def test_scores_of_several_labels_a_row_by_hand() -> None:
+    torch.manual_seed(0)
+    model = copy.deepcopy(tiny_model("bert", BertForSequenceClassification, num_labels=3))
+    model.classifier.weight.data += torch.randn(model.classifier.weight.shape)
+    ids, labels = torch.randint(4, VOCABULARY, (16, 9)), torch.randint(2, (16, 3)).float()
+    several = Labels("multi_label_classification", ("a", "b", "c"))
+    names = ["f1_micro", "f1_macro", "subset_accuracy"]
+    values = Classification({"": [{"input_ids": ids, "labels": labels}]}, names, several)(model)
+    with torch.no_grad():
+        answers = (model(ids).logits.sigmoid() > 0.5).float()
+    assert values["f1_micro"] == pytest.approx(f1_score(labels, answers, average="micro"))
+    assert values["f1_macro"] == pytest.approx(f1_score(labels, answers, average="macro"))
+    assert values["subset_accuracy"] == pytest.approx(float((answers == labels).all(-1).float().mean()))
 
 
 def test_scores_that_are_all_the_same_have_no_correlation() -> None:
@@ -41,7 +76,7 @@ def test_scores_that_are_all_the_same_have_no_correlation() -> None:
     ids[:, 0] = 4
     with torch.no_grad():
         labels = exact(ids).logits.squeeze(-1)  # what the exact model says is right
-    metric = Classification({"": [{"input_ids": ids, "labels": labels}]}, ["pearson"], is_regression=True)
+    metric = Classification({"": [{"input_ids": ids, "labels": labels}]}, ["pearson"], Labels("regression"))
     assert metric(exact)["pearson"] == pytest.approx(1)
     assert metric(without_attention(exact).eval())["pearson"] != metric(without_attention(exact).eval())["pearson"]
     assessment = assess(0.5, 1.0, None, greater_is_better=True, constant_answer=metric.score.constant_answer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
@@ -208,6 +210,27 @@ def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Pa
     assert "| this model | 200 | 48 | 0.67 | 0.53 to 0.78 |" in card
 
 
+@pytest.mark.parametrize("task_type", ["embedding", None])
+def test_an_encoder_has_no_cache_to_make_smaller(task_type: Any, folder: Path, tmp_path: Path) -> None:
+    """Told before any data is read; without a task type the checkpoint says what it is."""
+    options: dict[str, Any] = {"task_type": task_type, "data": {"dataset": str(folder / "none.txt")}}
+    with pytest.raises(
+        ValueError, match=r"'25% cache at 2048' is for a causal .*: an encoder of sentences has no cache"
+    ):
+        convert(model=str(folder / "encoder"), output=str(tmp_path / "out"), budget="25% cache at 2048", **options)
+
+
+def test_a_budget_beyond_the_rows_is_told_before_anything_is_measured(folder: Path, tmp_path: Path) -> None:
+    screen = Console(file=io.StringIO(), width=200)
+    data = {"dataset": str(folder / "text" / "text.txt"), "max_length": 32}
+    model, output = str(folder / "decoder"), str(tmp_path / "out")
+    with pytest.raises(ValueError, match="cannot be met"):
+        convert(model=model, output=output, budget="1% cache at 96", data=data, console=screen)
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    told = shown.index("The budget is for 96 tokens, and no row has more than 32: what the model recalls is measured")
+    assert told < shown.index("teacher: ")
+
+
 @pytest.mark.slow
 def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": str(folder / "decoder"), "output": str(tmp_path / "out")}
@@ -219,7 +242,7 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
             convert(**options, budget=budget)
     with pytest.raises(ValueError, match=r"'0.5 points' is for a classifier; this is a causal language model"):
         convert(**options, budget="0.5 points")
-    with pytest.raises(ValueError, match="or the task_type of your model"):
+    with pytest.raises(ValueError, match="or the --task_type of your model"):
         convert(**options, budget="0.5 points")
     with pytest.raises(ValueError, match="exact_share: is chosen by the budget"):
         convert(**options, budget="1% perplexity", exact_share=0.1)

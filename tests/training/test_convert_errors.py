@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hf_linear_attn.study import stages
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.study.study import check_study
@@ -24,17 +23,14 @@ def test_a_decoder_has_no_masked_language_model(folder: Path, tmp_path: Path) ->
         convert(config, console=quiet())
 
 
-@pytest.mark.slow
-def test_a_missing_head_is_an_error_before_rows_are_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*args: Any) -> None:
-        raise AssertionError("rows were read")
-
-    monkeypatch.setattr(stages, "load_task_data", read)
-    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", teacher__max_steps=None)
-    with pytest.raises(ValueError, match=r"no head for this task \(it is a BertModel\).*num_train_epochs 3"):
-        convert(config, console=quiet())
+def test_a_missing_head_is_told_after_a_missing_file_and_a_missing_column(folder: Path, tmp_path: Path) -> None:
+    paths, changes = (folder / "encoder", folder / "task", tmp_path / "out"), {"teacher__max_steps": None}
+    with pytest.raises(FileNotFoundError, match="There is no file or folder"):
+        convert(convert_config(paths[0], folder / "none.csv", paths[2], **changes), console=quiet())
+    with pytest.raises(ValueError, match="no column 'sentences'"):
+        convert(convert_config(*paths, **changes, data__text_columns=["sentences"]), console=quiet())
+    with pytest.raises(ValueError, match=r"no head for this task \(it is a BertModel\).*--teacher.num_train_epochs 3"):
+        convert(convert_config(*paths, **changes), console=quiet())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import hf_linear_attn as hla
+from hf_linear_attn.measure import embedding
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.losses import embedding_loss
 from hf_linear_attn.utils.models import mean_pooling
@@ -79,6 +80,30 @@ def test_a_resumed_run_ends_with_the_same_weights(folder: Path, tmp_path: Path) 
     results = convert(config_of(folder, tmp_path / "out"), console=quiet())
     again = convert(config_of(folder, tmp_path / "out", resume=True), console=quiet())
     assert again == results
+
+
+def test_inputs_that_a_window_holds_say_nothing_of_linear_attention(folder: Path, tmp_path: Path) -> None:
+    """Their cosine is 1 whatever the mechanism; and two words are no data at all."""
+    changes = {"attention": "window", "data__documents": "lines", "transfer__max_steps": 0, "distill__max_steps": 1}
+    result = convert(config_of(folder, tmp_path / "out", **changes), console=quiet())
+    assert result.final["cosine"] == pytest.approx(1)
+    assert result.final["cosine"] <= 1
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "tokens that are exact, so nothing can be said about linear attention" in card
+    assert "100.0 %" not in card
+    (tmp_path / "words.txt").write_text("alpha beta")
+    with pytest.raises(ValueError, match=r"words.txt gives 1 rows to train on and 1 held out. At least 2 of each"):
+        convert(config_of(folder, tmp_path / "other", data__dataset=str(tmp_path / "words.txt")), console=quiet())
+
+
+def test_cosines_are_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = torch.rand(4096, 5, generator=torch.Generator().manual_seed(0))
+    cosines = torch.nn.functional.cosine_similarity(vectors, vectors, dim=-1)
+    rounded_up = vectors[cosines > 1]
+    assert len(rounded_up) > 10
+    monkeypatch.setattr(embedding, "sentence_embeddings", lambda *_: rounded_up)
+    metric = embedding.EmbeddingCosine([{"input_ids": torch.zeros(1, 1)}], rounded_up)
+    assert metric(None)["cosine"] == 1.0  # type: ignore[arg-type]
 
 
 def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:

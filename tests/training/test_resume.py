@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.study.convert import convert, finetune
-from hf_linear_attn.study.stages import StageLog
+from hf_linear_attn.study.stages import StageLog, TrainingRun
 from hf_linear_attn.study.study import Records
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.options import TeacherConfig
@@ -267,6 +267,20 @@ def test_a_finished_run_resumes_to_itself(folder: Path) -> None:
     before = weights(folder / "complete")
     convert(convert_config(folder / "encoder", folder / "task", folder / "complete", resume=True), console=quiet())
     assert weights(folder / "complete") == before
+
+
+def test_a_run_resumes_with_the_same_folder_in_another_spelling(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder / "complete", tmp_path / "out")
+    (tmp_path / "out" / "results.json").unlink()
+    monkeypatch.chdir(folder)
+    for model, data in ((Path("encoder"), Path("task")), (folder / "task" / ".." / "encoder", Path("./task"))):
+        again = convert_config(model, data, tmp_path / "out", resume=True)
+        assert TrainingRun(again.completed(), "convert", quiet()).state["teacher"]
+    other = convert_config(Path("decoder"), Path("task"), tmp_path / "out", resume=True)
+    with pytest.raises(ValueError, match="has other options"):
+        TrainingRun(other.completed(), "convert", quiet())
 
 
 @pytest.mark.slow
