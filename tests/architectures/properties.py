@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.cache_argument import cache_argument, output_cache, takes_cache
+from hf_linear_attn.integration.context import SUBMODULE
 from hf_linear_attn.integration.discovery import find_attention
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.integration.model_class import base_class
@@ -61,7 +62,7 @@ class Result:
     left_out: list[str] = field(default_factory=list)
     #: Kind of layer -> how many: "linear, causal", "cross-attention", "sliding window of 4", …
     layers: dict[str, int] = field(default_factory=dict)
-    #: The names of the architectures of the linear layers, as the table of the package has them.
+    #: The architectures that a window over the whole input leaves exact, as the table of the package names them.
     architectures: list[str] = field(default_factory=list)
     checks: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -392,8 +393,6 @@ def check(model: PreTrainedModel, inputs: Inputs, result: Result) -> None:
         result.layers = kinds_of_layers(model) if hla.is_patched(model) else {}
     else:
         result.layers = kinds_of_layers(model)
-        modules = dict(model.named_modules())
-        result.architectures = sorted({architecture_name(layer, modules) for layer in patched_layers(model)})
         result.checks["finite"] = _finite(before, after)
         result.checks["effect"], result.checks["direction"] = _effect_and_direction(model, inputs, before, after)
         for name, function in PROPERTIES.items():
@@ -415,6 +414,7 @@ def _whole_window(model: PreTrainedModel, inputs: Inputs, result: Result) -> str
     exact = outputs(model, {name: value for name, value in inputs.items() if name != "use_cache"}, without)
     try:
         hla.patch_model(model, _plan({"attention": "window", "window_size": 4096}, result))
+        reached = _architectures_reached(model)
         actual = outputs(model, inputs, without)
     except REFUSALS as error:
         return f"refused: {error}" if _raised_by_the_package(error) else f"failed: {error}"
@@ -422,7 +422,20 @@ def _whole_window(model: PreTrainedModel, inputs: Inputs, result: Result) -> str
         if hla.is_patched(model):
             hla.unpatch_model(model)
     worst = max(relative_difference(*pair) for pair in zip(actual, exact, strict=True))
-    return "passed" if worst <= TOLERANCE else f"failed: outputs differ by {worst:.1e}"
+    if worst > TOLERANCE:
+        return f"failed: outputs differ by {worst:.1e}"
+    result.architectures = sorted(reached)
+    return "passed"
+
+
+def _architectures_reached(model: PreTrainedModel) -> set[str]:
+    """A set that the names of the architectures of all linear layers that run from now on will fill."""
+    reached: set[str] = set()
+    modules = dict(model.named_modules())
+    for layer in patched_layers(model):
+        name, mechanism = architecture_name(layer, modules), layer.module.get_submodule(SUBMODULE)
+        mechanism.register_forward_hook(lambda *_, name=name: reached.add(name))
+    return reached
 
 
 def _patched_outputs(model: PreTrainedModel, inputs: Inputs, result: Result) -> tuple[Inputs, list[Tensor]]:
