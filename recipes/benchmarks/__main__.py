@@ -39,6 +39,8 @@ BENCHMARKS = {
     "onnx": "onnx:onnx",
     "proteins": "proteins:proteins",
     "proteins-costs": "proteins:costs",
+    "serving": "serving:serving",
+    "serving-endurance": "serving:endurance",
     "transfer-cost": "models:transfer_cost",
 }
 

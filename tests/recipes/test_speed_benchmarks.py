@@ -244,3 +244,11 @@ def test_peers_run_where_they_are_installed(name: str) -> None:
         pytest.skip(f"{name.partition(':')[0]} is not installed, or does not run on a CPU")
     out: Any = setting.call((name, ""), 64)()
     assert out.shape == setting.inputs(64).query.shape
+
+
+@pytest.mark.slow
+def test_requests_of_all_kinds_are_neither_lost_nor_wrong(tmp_path: Path) -> None:
+    (row,) = rows_of("serving-endurance", tmp_path / "out", requests=24, clients=4, longest=200)
+    assert (row["lost"], row["wrong"], row["rows_left"], row["state_bytes_left"]) == (0, 0, 0, 0)
+    assert sum(row["kinds"].values()) == 24
+    assert row["prefix_hits"] > 0
