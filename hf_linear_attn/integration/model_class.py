@@ -193,8 +193,9 @@ class LinearAttentionModelMixin:
         """Raise a NotImplementedError: this is the entry of `generate_batch` and of servers that batch continuously."""
         raise NotImplementedError(
             "Continuous batching keeps the keys and values of each token in pages of memory; a model with linear "
-            "attention has a recurrent state instead. Use generate(), with prompts of several lengths as a padded "
-            "batch, or unpatch_model(model)."
+            "attention has a recurrent state instead. Use hf_linear_attn.serving.Engine(model, tokenizer), whose batch "
+            "changes while it runs; generate(), with prompts of several lengths as a padded batch; or "
+            "unpatch_model(model)."
         )
 
     @property
