@@ -34,7 +34,7 @@ from hf_linear_attn.integration.cache_rows import merge_rows
 from hf_linear_attn.serving import Engine
 from hf_linear_attn.streaming import cache_bytes
 
-from ..tables import RESULTS, read_json
+from ..tables import ROOT
 from .runner import Cell, Cells, Rows
 
 #: Seconds that a server may take to start, and to live at all.
@@ -50,7 +50,7 @@ war between about then during there many would where these only used under great
 
 
 def serving(
-    plan: str = str(RESULTS / "plan-smollm2" / "plan.json"),
+    plan: str = str(ROOT / "recipes" / "configs" / "smollm2-mixture.json"),
     clients: int = 16,
     prompt_tokens: int = 1500,
     answer_tokens: int = 64,
@@ -67,7 +67,7 @@ def serving(
     the second turn of a chat, the median of some. `memory`: bytes of the states of a batch, beside float32 caches.
 
     Args:
-        plan: JSON file of the mixture; keys and values are stored in int8.
+        plan: JSON file with the mechanism of each layer.
         clients: Requests at once.
         prompt_tokens, answer_tokens: Tokens of a prompt and of an answer.
         history: Tokens of the first message of a chat.
@@ -84,9 +84,8 @@ def serving(
             measure = partial(_answers, folders, name, clients, prompt_tokens, answer_tokens, seed)
             yield Cell(facts, measure, settings)
         for name in (EXACT, CONVERTED):
-            for length in history:
-                facts = {"part": "second turn", "server": name, "tokens": length}
-                yield Cell(facts, partial(_second_turn, folders, name, length, rounds, seed), settings)
+            measure = partial(_second_turns, folders, name, history, rounds, seed)
+            yield Cell({"part": "second turn", "server": name}, measure, {**settings, "history": history})
         facts = {"part": "memory", "server": CONVERTED, "rows": rows, "tokens": context}
         yield Cell(facts, partial(_memory, folders[CONVERTED], rows, context, seed), settings)
 
@@ -95,12 +94,10 @@ def _checkpoints(folder: Path, model: str, plan: str) -> dict[str, Path]:
     """Write the exact model and the converted one, and return their folders by server."""
     decoder, _ = load_checkpoint(model, AutoModelForCausalLM, dtype=torch.float32)
     tokenizer = read_tokenizer(model)
-    layers = read_json(Path(plan).absolute())
-    layers["default"]["cache_dtype"] = "int8"
     folders = {EXACT: folder / "exact", EXACT_BATCHED: folder / "exact", CONVERTED: folder / "converted"}
     for name in (EXACT, CONVERTED):
         if name == CONVERTED:
-            hla.patch_model(decoder, layers)
+            hla.patch_model(decoder, json.loads(Path(plan).read_text(encoding="utf-8")))
         decoder.save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     return folders
@@ -176,25 +173,30 @@ def _answers(
     return [{"seconds": seconds, **rate, "prompt_tokens": usages[0].prompt_tokens, "answer_tokens": tokens / clients}]
 
 
-def _second_turn(folders: dict[str, Path], name: str, length: int, rounds: int, seed: int) -> Rows:
-    draw, seconds, tokens = random.Random(seed), [], 0
+def _second_turns(folders: dict[str, Path], name: str, history: tuple[int, ...], rounds: int, seed: int) -> Rows:
+    draw, rows = random.Random(seed), []
     with _server(folders[name], name) as (_, address), _client(address) as client:
         model = _model_name(folders[name], name)
-        for done in range(rounds):
-            messages: Any = [{"role": "user", "content": _text(length, draw)}]
-            chat: dict[str, Any] = {"model": model, "max_tokens": 16, "temperature": 0}
-            first = client.chat.completions.create(messages=messages, **chat)
-            messages += [
-                {"role": "assistant", "content": first.choices[0].message.content},
-                {"role": "user", "content": _text(20, draw)},
-            ]
-            start = time.perf_counter()
-            for chunk in client.chat.completions.create(messages=messages, stream=True, **chat):
-                if chunk.choices[0].delta.content and len(seconds) == done:
-                    seconds.append(time.perf_counter() - start)
-                if chunk.usage is not None:
-                    tokens = chunk.usage.prompt_tokens
-    return [{"seconds_to_first_token": sorted(seconds)[len(seconds) // 2], "prompt_tokens": tokens}]
+        for length in history:
+            turns = [_second_turn(client, model, length, draw) for _ in range(rounds)]
+            seconds, tokens = sorted(turns)[rounds // 2]
+            rows.append({"tokens": length, "seconds_to_first_token": seconds, "prompt_tokens": tokens})
+    return rows
+
+
+def _second_turn(client: OpenAI, model: str, length: int, draw: random.Random) -> tuple[float, int]:
+    """Return the seconds to the first token of the second turn of a chat, and the tokens of its prompt."""
+    messages: Any = [{"role": "user", "content": _text(length, draw)}]
+    chat: dict[str, Any] = {"model": model, "max_tokens": 8, "temperature": 0}
+    first = client.chat.completions.create(messages=messages, **chat).choices[0].message.content
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": _text(20, draw)}]
+    start, seconds, tokens = time.perf_counter(), 0.0, 0
+    for chunk in client.chat.completions.create(messages=messages, stream=True, **chat):
+        if chunk.choices[0].delta.content and not seconds:
+            seconds = time.perf_counter() - start
+        if chunk.usage is not None:
+            tokens = chunk.usage.prompt_tokens
+    return seconds, tokens
 
 
 @torch.no_grad()
@@ -269,7 +271,7 @@ def _endure(requests: int, clients: int, longest: int, seed: int) -> Rows:
             request["words"] = [*earlier, *request["words"]][:longest]
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = _small_model(Path(folder) / "small", longest, seed)
-        with _server(Path(folder) / "small", CONVERTED, "--prefix_cache_mb", "64") as (process, address):
+        with _server(Path(folder) / "small", CONVERTED, "--prefix_cache_mb", "16") as (process, address):
             with _client(address) as client, ThreadPoolExecutor(clients) as pool:
                 quarter = requests // 4
                 outcomes = list(pool.map(partial(_ask, client, address), asked[:quarter]))
