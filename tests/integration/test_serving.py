@@ -31,7 +31,7 @@ def test_continuous_batching_is_refused(plan):
         lambda: model.generate(token_ids(), cache_implementation="paged", max_new_tokens=2),
         lambda: model.init_continuous_batching(),
     ):
-        with pytest.raises(NotImplementedError, match=r"Continuous batching.*recurrent.*hf_linear_attn\.serving\.Engine"):
+        with pytest.raises(NotImplementedError, match=r"Continuous batching.*hf_linear_attn\.serving\.Engine"):
             call()
     assert torch.equal(logits(model, token_ids()), expected)
 
