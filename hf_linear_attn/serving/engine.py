@@ -98,6 +98,8 @@ class Engine:
         self.prefixes = PrefixStore(model, prefix_cache_mb * MEGABYTE, None if prefix_dir is None else Path(prefix_dir))
         #: How many requests, tokens of prompts that were read, and tokens of answers there were so far.
         self.requests = self.prompt_tokens = self.new_tokens = 0
+        #: The bytes of the states of all rows.
+        self.state_bytes = 0
         self.running: list[Request] = []
         self._cache: Cache | None = None
         self._waiting: deque[Request] = deque()
@@ -192,7 +194,7 @@ class Engine:
             "prefix_misses_total": self.prefixes.misses,
             "requests_waiting": len(self._waiting) + (self._reading is not None),
             "requests_running": len(self.running),
-            "state_bytes": 0 if self._cache is None else cache_bytes(self._cache),
+            "state_bytes": self.state_bytes,
             "prefix_bytes": self.prefixes.nbytes,
         }
 
@@ -235,6 +237,7 @@ class Engine:
             self._drop_cancelled()
             self._read_piece()
             self._step()
+            self.state_bytes = 0 if self._cache is None else cache_bytes(self._cache)
             self._log()
 
     def _drop_cancelled(self) -> None:

@@ -52,6 +52,8 @@ class Request:
         self._listener = listener or self._events.put
         stops = config.stop_strings or []
         self._stops = [stops] if isinstance(stops, str) else list(stops)
+        if not all(isinstance(stop, str) and stop for stop in self._stops):
+            raise ValueError(f"stop_strings must be texts of at least one character, got {self._stops!r}.")
         self._decoder, self._tokenizer = DecodeStream([], skip_special_tokens), tokenizer
         self._held = ""
 

@@ -231,6 +231,7 @@ def test_an_answer_ends_where_the_model_has_no_more_positions(model: Any) -> Non
         ([3], {"num_beams": 2}, NotImplementedError, "num_beams=2 is not served"),
         ([3], {"no_such": 2}, TypeError, "Unknown options: no_such"),
         ([3], {"max_new_tokens": 0}, ValueError, "max_new_tokens"),
+        ([3], {"stop_strings": ["end", ""]}, ValueError, "stop_strings must be"),
         ([3], {"do_sample": True, "temperature": -1.0}, ValueError, "temperature"),
         ([3], {"do_sample": True, "top_p": -1.0}, ValueError, "top_p"),
     ],
