@@ -64,8 +64,8 @@ def parse_config(
             raise
         name = unknown[1] or unknown[2]
         last = name.rpartition(".")[2]
-        same = [f"--{known}" for known in names if known.rpartition(".")[2] == last]
-        suggestion = near_matches(f"--{name}", same or [f"--{known}" for known in names])
+        same = [f"--{option}" for option in names if option.rpartition(".")[2] == last]
+        suggestion = near_matches(f"--{name}", same or [f"--{option}" for option in names])
         raise OptionError(name, f"unknown option.{suggestion or ' See --help.'}") from None
     return build_config(config_class, {name: value for name, value in values.items() if name != "config"})
 
@@ -87,7 +87,8 @@ def _add_options(
             continue
         settings: dict[str, Any] = {"type": hints[entry.name], "metavar": _metavar(kind)}
         if get_origin(kind) is tuple:
-            settings |= {"type": get_args(kind)[0], "nargs": "*"}
+            # A list of numbers may be written as in YAML, too; its entries are checked with all values.
+            settings |= {"type": str if get_args(kind)[0] is str else Any, "nargs": "*"}
             default = list(default) if isinstance(default, tuple) else default
         elif kind is bool:
             settings |= {"nargs": "?", "const": True}

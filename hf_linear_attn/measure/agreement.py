@@ -57,8 +57,8 @@ def measure_agreement(model: Any, exact: Any, prompts: Sequence[Sequence[int]], 
     rows = []
     for prompt in prompts:
         generated, expected = (
-            generate_greedily(one, torch.tensor([list(prompt)], device=one.device), new_tokens, pad=0)[0].tolist()
-            for one in (model, exact)
+            generate_greedily(side, torch.tensor([list(prompt)], device=side.device), new_tokens, pad=0)[0].tolist()
+            for side in (model, exact)
         )
         pairs = list(zip_longest(generated, expected))[len(prompt) :]  # one of them may have ended earlier
         equal = [token == other for token, other in pairs]

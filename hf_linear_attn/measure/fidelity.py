@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -41,13 +42,13 @@ class Fidelity:
     @property
     def kl(self) -> float | None:
         """Mean over heads and layers, in nats."""
-        values = [value for layer in self.layers for value in layer.kl or ()]
+        values = [*chain.from_iterable(layer.kl or () for layer in self.layers)]
         return fmean(values) if values else None
 
     @property
     def output_error(self) -> float:
         """Mean over heads and layers."""
-        return fmean(value for layer in self.layers for value in layer.output_error)
+        return fmean(chain.from_iterable(layer.output_error for layer in self.layers))
 
     def table(self) -> pd.DataFrame:
         """Return a row for each layer and one for all of them: means over heads."""

@@ -143,11 +143,11 @@ def measure_recall(
     decoder = bool(getattr(model, "can_generate", lambda: False)())
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder: give a decoder or an encoder.")
-    known = tuple(PROMPT_FUNCTIONS) if decoder else (RETRIEVAL,)
-    chosen = (tasks,) if isinstance(tasks, str) else tuple(tasks or known)
+    possible = tuple(PROMPT_FUNCTIONS) if decoder else (RETRIEVAL,)
+    chosen = (tasks,) if isinstance(tasks, str) else tuple(tasks or possible)
     for task in chosen:
-        if task not in known:
-            raise ValueError(f"tasks: {task!r} is none of {', '.join(known)}, which this model can answer.")
+        if task not in possible:
+            raise ValueError(f"tasks: {task!r} is none of {', '.join(possible)}, which this model can answer.")
     if not lengths or not depths:
         raise ValueError(f"lengths and depths must not be empty, got {lengths} and {depths}.")
     check_argument("trials", trials, int, least=1)
@@ -155,7 +155,7 @@ def measure_recall(
     for depth in depths:
         check_argument("depths", depth, float, least=0, most=1)
     maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
-    cells = [(task, length) for task in chosen for length in lengths]
+    cells = [*itertools.product(chosen, lengths)]
     rows: list[dict[str, Any]] = []
     identity = hashlib.sha256()
     for task, length in cells:
@@ -181,7 +181,7 @@ def _prompts(
     make = PROMPT_FUNCTIONS[task]
     generators = (random.Random(f"{seed} {task} {length} {trial}") for trial in range(trials))
     try:
-        return [prompt for generator in generators for prompt in make(maker, generator, length, depths)]
+        return [*itertools.chain.from_iterable(make(maker, generator, length, depths) for generator in generators)]
     except ValueError as error:  # callers know the length by different names, and measure several tasks
         raise ValueError(f"Recall by {task} cannot be measured. {error}") from None
 
@@ -209,7 +209,7 @@ def generate_answers(model: Any, prompts: Sequence[Prompt], batch_size: int, pad
             output = generate_greedily(model, ids, count, pad, cache=copy.deepcopy(cache))
             new = output[:, ids.shape[1] :].tolist()
             answers.append([row[: prompt.new_tokens] for row, prompt in zip(new, question, strict=True)])
-        yield from (row for rows in zip(*answers, strict=True) for row in rows)
+        yield from itertools.chain.from_iterable(zip(*answers, strict=True))
 
 
 def generate_greedily(model: Any, ids: Tensor, count: int, pad: int, *, cache: Any = None) -> Tensor:
@@ -243,13 +243,13 @@ def _retrieve(
     for depth in depths:
         rng = random.Random(f"{seed} {RETRIEVAL} {length} {depth}")
         prompts, sentences = documents_with_a_needle(maker, rng, length, depth, count)
-        rows = [prompt.ids for prompt in prompts], [[*maker.before, *one, *maker.after] for one in sentences]
+        rows = [prompt.ids for prompt in prompts], [[*maker.before, *ids, *maker.after] for ids in sentences]
         embedded = [_embed(model, padded_batches(part, batch_size, pad)) for part in rows]
         # What all documents share says nothing about which of them it is.
         documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in embedded)
         nearest = (questions @ documents.T).argmax(dim=1).cpu()
         columns.append(zip(prompts, (nearest == torch.arange(count)).double().tolist(), strict=True))
-    pairs = [pair for row in zip(*columns, strict=True) for pair in row]
+    pairs = [*itertools.chain.from_iterable(zip(*columns, strict=True))]
     return [prompt for prompt, _ in pairs], [score for _, score in pairs]
 
 

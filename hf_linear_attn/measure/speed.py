@@ -89,8 +89,12 @@ def timing_options(entry: AttentionEntry, options: Mapping[str, Any], limit: int
 
     A mechanism that is built for a largest length gets that one where its own, or the model's limit, is smaller.
     """
-    own, sized = options.get("max_length") or limit, any(item.name == "max_length" for item in fields(entry.options))
-    return {**options, "max_length": length} if sized and (own is None or length > own) else dict(options)
+    largest, is_sized = (
+        options.get("max_length") or limit,
+        any(item.name == "max_length" for item in fields(entry.options)),
+    )
+    is_too_small = is_sized and (largest is None or length > largest)
+    return {**options, "max_length": length} if is_too_small else dict(options)
 
 
 def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[list[int], str]:

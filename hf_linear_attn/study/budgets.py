@@ -136,7 +136,3 @@ class Budget:
             example = DAMAGE_UNITS[kind.units[0]].example if kind.units else "2x at 4096"
             remedy = f"Give a budget such as {example!r} or '2x at 4096', or the --task_type of your model."
             raise ValueError(f"The budget {self.text!r} is for {others}; this is {kind.noun}. {remedy}")
-
-    def unit_for(self, kind: Kind) -> DamageUnit:
-        """Return the unit in which the damage to a kind of model is shown."""
-        return self.unit or DAMAGE_UNITS[kind.units[0]]

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def results_table(result: ConversionResult) -> list[str]:
         values = getattr(result.scores, name)
         if values and not (name == "converted" and stages and values == stages[-1][1]):
             stages.append((title, values))
-    names = dict.fromkeys(name for _, values in stages for name in values if is_shown(name))
+    names = dict.fromkeys(filter(is_shown, chain.from_iterable(values for _, values in stages)))
     if not names:
         return []
     cells = [
@@ -172,8 +173,8 @@ def budget_lines(result: ConversionResult) -> list[str]:
         lines += ["", f"As saved: {measured}, which is {verdict} the budget."]
     elif budget.cost == "speedup":
         timed = result.speed.at(budget.length) if result.speed else None
-        known = "not known" if timed is None else NOT_MEASURABLE
-        problem = f"The speed of the saved model at {budget.length:,} tokens is {known}"
+        state = "not known" if timed is None else NOT_MEASURABLE
+        problem = f"The speed of the saved model at {budget.length:,} tokens is {state}"
         lines += ["", f"{problem}: nothing says whether it is within the budget."]
     return lines
 

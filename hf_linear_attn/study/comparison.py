@@ -28,7 +28,7 @@ class Comparison:
     """A mechanism's score beside that of a model with exact attention."""
 
     score: Score
-    own: Quality
+    quality: Quality
     reference: Quality
     control: bool  # whether the reference is the tuned exact model, and not the exact model itself
     assessment: Assessment
@@ -36,17 +36,17 @@ class Comparison:
     @property
     def better(self) -> bool:
         """Whether it is better than the reference."""
-        return not self.assessment.worse and self.own.mean != self.reference.mean
+        return not self.assessment.worse and self.quality.mean != self.reference.mean
 
     @property
     def share(self) -> float | None:
         """The share of the reference's score that is kept: 1 where it is better; None where that is not positive."""
-        own, reference = self.own.mean, self.reference.mean
+        value, reference = self.quality.mean, self.reference.mean
         if self.better:
             return 1.0
-        if reference <= 0 or (own <= 0 and not self.score.greater_is_better):
+        if reference <= 0 or (value <= 0 and not self.score.greater_is_better):
             return None
-        return own / reference if self.score.greater_is_better else reference / own
+        return value / reference if self.score.greater_is_better else reference / value
 
     @property
     def kept(self) -> str:
@@ -67,7 +67,7 @@ class Comparison:
         if assessment.below_floor:
             return f"{title}: worse than {assessment.floor_name}"
         if self.score.is_agreement or self.share is None:
-            return f"{title} {self.own.text(self.score.digits)}"
+            return f"{title} {self.quality.text(self.score.digits)}"
         if self.better:
             return f"{title}: {self.kept}"
         return f"keeps {self.kept} of {title}" if self.score.greater_is_better else f"{title} {self.kept}"

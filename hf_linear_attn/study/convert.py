@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -345,7 +346,7 @@ def _close_harmful_parts(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Close the linear parts that the model is better without, on held-out rows and, but for a task, other text."""
     data, limit = run.data, exact_length(student)
-    held_out = [row for rows in data.validation.values() for row in cast(Any, rows)]
+    held_out: list[Any] = [*chain.from_iterable(cast(Any, data.validation.values()))]
     long = [row for row in held_out if len(row["input_ids"]) > limit]
     if not limit or not long:
         return student, scores

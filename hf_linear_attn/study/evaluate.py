@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def evaluate(
         check_fits(subject.model, name, config.seeds[0])
     if not attentions and not any(group.layers for group in groups):
         raise ValueError("There is nothing to compare: give --attention or --converted.")
-    steps = config.steps if config.steps is not None else (25 if config.quick else 100)
+    usual_steps = 25 if config.quick else 100
+    steps = usual_steps if config.steps is None else config.steps
     seconds = config.speed.seconds or (1.5 if config.quick else 12.0)
     usual_lengths = QUICK_LENGTHS if config.quick else USUAL_LENGTHS
     lengths = sorted({*(config.speed.lengths or usual_lengths), *filter(None, [config.data.max_length])})
@@ -145,7 +147,7 @@ def evaluate(
         environment=environment(device),
         backend=subject.device["backend"],
         scores=tuple(metric.score for metric in subject.metrics.values()),
-        measured=tuple(entry for part in measured for entry in part),
+        measured=tuple(chain.from_iterable(measured)),
         checkpoints={group.label: [Path(folder).name for folder in group.folders] for group in groups},
         notes=tuple(notes),
         examples={title: json_safe(frame.reset_index().to_dict("list")) for title, frame in tables.items()},
@@ -193,7 +195,7 @@ def measure_quality(
         for variant in variants:
             metrics = {**subject.metrics, **fidelity} if variant.is_linear else subject.metrics
             records = variant.measure(study, subject, metrics, label)
-            measured.append([Measured.of(record) for record in records.values()])
+            measured.append([Measured.of(record, label) for record in records.values()])
             for name, metric in subject.metrics.items():
                 number = records[name].numbers.get(metric.score.metric)
                 texts[name] += [] if number is None else [fixed(number, metric.score.digits)]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain, product
 
 import pandas as pd
 import torch
@@ -71,7 +72,8 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> pd.Da
         for texts in (documents, QUERIES)
     )
     ranks = range(1, min(HITS, len(titles)) + 1)
-    index = pd.Index([f"{query} ({rank})" for query in QUERIES for rank in ranks], name="query (rank)")
+    rows = [f"{query} ({rank})" for query, rank in product(QUERIES, ranks)]
+    index = pd.Index(rows, name="query (rank)")
     table = pd.DataFrame(index=index)
     for label, model in models.items():
         start = time.perf_counter()
@@ -79,7 +81,9 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> pd.Da
         seconds = format_seconds(time.perf_counter() - start)
         queries_embedded = normalize(sentence_embeddings(model, queries), dim=-1)
         hits = (queries_embedded @ documents_embedded.T).topk(len(ranks), dim=-1).indices.tolist()
-        table[f"{label} ({len(titles)} documents read in {seconds})"] = [titles[hit] for row in hits for hit in row]
+        table[f"{label} ({len(titles)} documents read in {seconds})"] = [
+            titles[hit] for hit in chain.from_iterable(hits)
+        ]
     return table
 
 
@@ -107,7 +111,7 @@ def continued_text(models: Models, tokenizer: object) -> pd.DataFrame:
     options = {"max_new_tokens": CONTINUATION, "do_sample": False, "pad_token_id": pad_token(tokenizer)}
     texts = {}
     for label, model in models.items():
-        own = ids.to(model.device)
-        output = model.generate(own, attention_mask=torch.ones_like(own), **options)  # type: ignore[operator]
+        prompt = ids.to(model.device)
+        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)  # type: ignore[operator]
         texts[label] = " ".join(tokenizer.decode(output[0, ids.shape[1] :]).split())  # type: ignore[attr-defined]
     return pd.DataFrame({"continued by": texts.keys(), "text": texts.values()}).set_index("continued by")

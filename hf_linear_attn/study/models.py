@@ -183,9 +183,9 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
             raise ValueError(f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'.")
         read = partial(AutoConfig.for_model, config.model_type)
     model_config = read(**{**changes, **config.config_overrides})
-    known = {*type(model_config)().to_dict(), *getattr(type(model_config), "attribute_map", {})}
+    names = {*type(model_config)().to_dict(), *getattr(type(model_config), "attribute_map", {})}
     for name in config.config_overrides:
-        if name not in known:
+        if name not in names:
             raise ValueError(f"config_overrides: the config of {model_config.model_type!r} has no field {name!r}.")
     return model_config
 

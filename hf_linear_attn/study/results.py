@@ -66,10 +66,10 @@ class Measured:
     batch_size: int | None = None
 
     @classmethod
-    def of(cls, record: Record) -> Measured:
-        """Return what a record holds of a metric."""
+    def of(cls, record: Record, label: str) -> Measured:
+        """Return what a record holds of a metric, for a row of the summary."""
         names = ("attention", "state", "measurement", "seed")
-        return cls(record.label, values=record.numbers, **{name: record.conditions[name] for name in names})
+        return cls(label, values=record.numbers, **{name: record.conditions[name] for name in names})
 
     @classmethod
     def of_times(cls, record: Record) -> list[Measured]:

@@ -358,9 +358,9 @@ class TrainingRun:
             self.state[stage] = json_safe(progress)
             return progress, saved_tensors(trained, which)
 
-        known = stage in self.state
+        is_finished = stage in self.state
         parameters = self.study.learned(self._conditions(stage), values, label=stage)
-        if known:
+        if is_finished:
             missing = trained.load_state_dict(parameters, strict=False).unexpected_keys
             if missing:
                 raise ValueError(f"{stage}: the stored parameters do not fit the model ({missing[0]}).")
@@ -613,7 +613,8 @@ class TrainingRun:
 
     def _accelerator(self, folder: Path) -> Accelerator:
         """Return the accelerator of the attention transfer, with its trackers."""
-        precision = "bf16" if self.config.bf16 else "fp16" if self.config.fp16 else None
+        half = "fp16" if self.config.fp16 else None
+        precision = "bf16" if self.config.bf16 else half
         trackers = [name for name in self.trackers if name in LOGGER_TYPE_TO_CLASS] or None
         accelerator = Accelerator(
             cpu=self.use_cpu, mixed_precision=precision, log_with=trackers, project_dir=str(folder)
@@ -638,11 +639,11 @@ class TrainingRun:
     def _stage_arguments(self, section: str, data: TaskData | None = None, label: str = "") -> FinetuningConfig:
         """Return the training arguments of a stage; without data, to check them, all but the metric."""
         options, config_class = getattr(self.config, section), TRAINERS[section].config_class
-        known = {entry.name for entry in fields(config_class)}
-        own = {entry.name: getattr(options, entry.name) for entry in fields(options) if entry.name in known}
+        names = {entry.name for entry in fields(config_class)}
+        chosen = {name: value for name, value in vars(options).items() if name in names}
         values = {
             **self._common_arguments(self.folder / "checkpoints" / (label or section)),
-            **{name: value for name, value in own.items() if value is not None},
+            **{name: value for name, value in chosen.items() if value is not None},
             "eval_strategy": "steps" if options.eval_steps else "no",
             "eval_steps": options.eval_steps or None,
             "save_strategy": "no",
@@ -656,8 +657,8 @@ class TrainingRun:
                 greater_is_better=data.greater_is_better,
             )
         for argument in options.arguments:
-            if argument not in known:
-                problem = f"TrainingArguments has no field {argument!r}.{near_matches(argument, known)}"
+            if argument not in names:
+                problem = f"TrainingArguments has no field {argument!r}.{near_matches(argument, names)}"
                 raise ValueError(f"arguments: {problem}")
             if argument in values or hasattr(self.config, argument):
                 raise ValueError(
@@ -719,7 +720,7 @@ def installed_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of the trackers that are installed; an unknown name is a ValueError."""
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"report_to: Transformers has no tracker {name!r}. It has {known}.")
+            trackers = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to: Transformers has no tracker {name!r}. It has {trackers}.")
     available = get_available_reporting_integrations()
     return tuple(name for name in names if name in available)

@@ -117,7 +117,6 @@ class Records:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.runs: dict[str, Run] = {}
-        self.used: dict[str, str] = {}  # what this run measured or knew already: id -> label
         self._records: dict[str, list[Record]] = {}
         self._run: Run | None = None
         if path is not None:
@@ -135,13 +134,6 @@ class Records:
         """Return the newest record of the conditions, or None."""
         records = self._records.get(conditions.id)
         return records[-1] if records else None
-
-    def use(self, conditions: Conditions, label: str = "") -> Record | None:
-        """Return the newest record of the conditions, or None, and count it as one of this run, with this label."""
-        record = self.latest(conditions)
-        if record is not None:
-            self.used[record.id] = label
-        return record
 
     def start_run(self, tool: str, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
         """Start the run that the following records belong to. Its line is written with the first of them."""
@@ -164,14 +156,8 @@ class Records:
             lines = [] if run in self.runs else [_line(self._run)]
             JsonLinesFile(self.path).append(*lines, _line(record))
         self.runs[run] = self._run
-        self.used[record.id] = label
         self._records.setdefault(record.id, []).append(record)
         return record
-
-    def save(self, path: Path) -> None:
-        """Write all runs and records to a file, in place of what it held."""
-        path.unlink(missing_ok=True)
-        JsonLinesFile(path).append(*map(_line, (*self.runs.values(), *self)))
 
     def _read(self, path: Path) -> None:
         for number, line in enumerate(JsonLinesFile(path).read(), start=1):
@@ -224,7 +210,7 @@ class Study:
 
         The label is the row of a table that the record belongs to.
         """
-        record = self.records.use(conditions, label)
+        record = self.records.latest(conditions)
         if record is not None:
             return record
         start = time.perf_counter()
@@ -239,10 +225,10 @@ class Study:
         `train` returns the values of its record, too.
         """
         path = self.folder and self.folder / LEARNED_FOLDER / f"{conditions.id}.safetensors"
-        known = self.records.use(conditions, label) is not None
-        if known and conditions.id in self._learned:
+        is_recorded = self.records.latest(conditions) is not None
+        if is_recorded and conditions.id in self._learned:
             return self._learned[conditions.id]
-        if known and path is not None and path.is_file():
+        if is_recorded and path is not None and path.is_file():
             return load_file(path)
         values, parameters = train()
         parameters = {name: tensor.detach().cpu().contiguous() for name, tensor in parameters.items()}

@@ -79,8 +79,8 @@ class SpeedStudy:
             reason = None
             if study.records.latest(conditions) is None and (single or done):
                 last = max(done, default=length)
-                known, growth = (single[length], batch_size) if single else (done[last], length / last)
-                reason = reason_to_skip(known.numbers, growth, self.seconds, device, set() if single else quadratic)
+                before, growth = (single[length], batch_size) if single else (done[last], length / last)
+                reason = reason_to_skip(before.numbers, growth, self.seconds, device, set() if single else quadratic)
             if reason is None:
                 study.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
                 try:
@@ -108,13 +108,13 @@ class SpeedStudy:
 
 
 def reason_to_skip(
-    known: Mapping[str, Mapping[str, Any]], growth: float, seconds: float, device: torch.device, quadratic: set[str]
+    measured: Mapping[str, Mapping[str, Any]], growth: float, seconds: float, device: torch.device, quadratic: set[str]
 ) -> str | None:
     """Return why a measurement of `growth` times as many tokens would need too much memory or time; None: it would not.
 
     Args:
-        known: The numbers of all variants. A new measurement takes a warm-up and the least rounds of all of them, the
-            memory of the one that needs most, and the caches of all.
+        measured: The numbers of all variants. A new measurement takes a warm-up and the least rounds of all of them,
+            the memory of the one that needs most, and the caches of all.
         growth: By how much time and memory grow.
         seconds: The time that is meant for one length. 15 times as much is too long, but not below `LONGEST_WAIT`.
         device: Whose free memory counts.
@@ -122,8 +122,8 @@ def reason_to_skip(
     """
 
     def expected(metric: str) -> list[float]:
-        powers = {label: 2 if label == EXACT_LABEL and metric in quadratic else 1 for label in known}
-        return [(numbers.get(metric) or 0.0) * growth ** powers[label] for label, numbers in known.items()]
+        powers = {label: 2 if label == EXACT_LABEL and metric in quadratic else 1 for label in measured}
+        return [(numbers.get(metric) or 0.0) * growth ** powers[label] for label, numbers in measured.items()]
 
     needed, free = max(expected("peak_memory"), default=0.0) + sum(expected("cache_bytes")), free_memory(device)
     if free is not None and needed > MEMORY_SHARE * free:

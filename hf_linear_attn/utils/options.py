@@ -167,7 +167,8 @@ def build_config(config_class: type[Config], values: Mapping[str, Any], section:
                 default = to_dict(default_of(config_class, name))
                 arguments[name] = build_config(cast(Any, kind), default | dict(value or {}), f"{section}{name}.")
         elif get_origin(kind) is tuple and isinstance(value, list):
-            arguments[name] = tuple(value)
+            is_nested = len(value) == 1 and isinstance(value[0], list)  # a flag whose value is a list in YAML
+            arguments[name] = tuple(value[0] if is_nested else value)
         elif kind is float and type(value) is int:
             arguments[name] = float(value)
         elif isinstance(value, os.PathLike):

@@ -46,13 +46,14 @@ Options = dict[str, Any]
 
 
 def read_options(path: str | Path) -> Options:
-    """Return all options of a conversion, those of a YAML file among them.
+    """Return all options of a conversion, those of a YAML file among them, with those of a model without a checkpoint.
 
     Raises:
         TypeError, ValueError: An unknown option, or a value that it does not take.
     """
     options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    return to_dict(make_config(ConvertConfig, None, options).completed())
+    pretraining = {name: options.pop(name) for name in ("model_type", "config_overrides") if name in options}
+    return {**to_dict(make_config(ConvertConfig, None, options).completed()), **pretraining}
 
 
 def finetuned(options: Options, stage: str, *, output: Path, **changes: Any) -> Path:

@@ -96,7 +96,7 @@ def test_help_of_every_verb_is_light() -> None:
             ["patch", "a", "b", "--attention", "elu", "--plan", "p.json"],
             "--attention: give either attention",
         ),
-        (["patch", "a", "b", "--attention", "elu", "--layers", "0;1"], 'Parser key "layers" element 1: Expected a'),
+        (["patch", "a", "b", "--attention", "elu", "--layers", "0;1"], "--layers: must be a list, each entry a whole"),
         (["patch", "a", "b", "--attention", "elu", "--options", "alpha"], 'Parser key "options": Expected a'),
         (["patch", "a", "b", "--attention", "elu", "--dtype", "float8"], 'Parser key "dtype":'),
         (["patch", "a", "b", "--plan", "p.json", "--layers", "0"], "write them into the file"),

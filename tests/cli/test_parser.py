@@ -98,7 +98,8 @@ def test_every_type_from_file_and_flag(tmp_path, name, text, expected):
 )
 def test_lists(tmp_path, name, text, flags, expected):
     file = yaml_file(tmp_path, f"part:\n  {name}: {text}\n")
-    for config in (parse("--config", file), parse(f"--part.{name}", *flags)):
+    written = [] if name == "columns" else [parse(f"--part.{name}", text)]
+    for config in (parse("--config", file), parse(f"--part.{name}", *flags), *written):
         assert getattr(config.part, name) == expected
 
 

@@ -127,17 +127,6 @@ def test_damage_is_reported_with_file_and_line(tmp_path: Path, change: Any, comp
         Records(path)
 
 
-def test_records_in_memory_can_be_saved(tmp_path: Path) -> None:
-    records = started(None)
-    records.add(conditions(1), {"a": 1})
-    records.add(conditions(2), {"a": 3}, seconds=0.5)
-    path = tmp_path / "records.jsonl"
-    path.write_text("an earlier file")
-    records.save(path)
-    assert list(Records(path)) == list(records)
-    assert Records(path).runs == records.runs
-
-
 def test_in_memory_and_without_a_run() -> None:
     records = Records()
     with pytest.raises(RuntimeError, match="start_run"):
