@@ -40,7 +40,8 @@ from hf_linear_attn.data.text import encode_text, evenly_spread, pad_token, padd
 from hf_linear_attn.measure.embedding import EmbeddingCosine, sentence_embeddings
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.models import load_tokenizer, weights_fingerprint
-from hf_linear_attn.study.study import Conditions, Study, open_study
+from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
+from hf_linear_attn.training.calibration import CALIBRATION_TOKENS
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
@@ -187,15 +188,26 @@ def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
     exact = load_checkpoint(str(config.model), AutoModel, dtype=torch.float32)[0].eval()
     linear: Any = hla.load_pretrained(str(target / "model")).eval()
     window = {"attention": str(config.attention), **config.options}
-    models = {"window, untrained": hla.patch_model(shared_copy(exact), {"default": window})}
+    models = {"window, calibrated": hla.patch_model(shared_copy(exact), {"default": window})}
     if config.exact_share:
         assert converted.choice is not None  # a share of the heads is exact
         plan = dict(converted.choice.plan)
-        name = f"{100 * config.exact_share:.0f} % of the heads exact, untrained"
+        name = f"{100 * config.exact_share:.0f} % of the heads exact, calibrated"
         models[name] = hla.patch_model(shared_copy(exact), plan)
+    length = config.data.max_length or 512
+
+    def passages_of(path: str | None, count: int) -> Rows:
+        documents = text_documents(Path(str(path)), config.data.documents)
+        return text_rows(tokenizer, documents, length, count, causal=False)
+
+    batches = padded_batches(
+        passages_of(config.data.dataset, -(-CALIBRATION_TOKENS // length)), 8, pad_token(tokenizer)
+    )
+    for model in models.values():
+        hla.calibrate(model, batches)
     models["converted"] = linear
     documents = text_documents(Path(str(config.test_text)), config.data.documents)
-    passages = text_rows(tokenizer, documents, config.data.max_length or 512, config.passages, causal=False)
+    passages = passages_of(config.test_text, config.passages)
     functions: dict[str, Callable[[], Any]] = {
         "embeddings": lambda: compare(exact, models, passages, tokenizer),
         "search": lambda: search(exact, linear, "\n\n".join(documents), tokenizer, config),
@@ -205,7 +217,7 @@ def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
     for name, function in functions.items():
         conditions = Conditions(*model, "converted", name, settings=public_options(config))
         results[name] = study.measure(conditions, function).values
-    return {"format_version": 1, **results}
+    return {"format_version": 1, "defaults": defaults_of(results), **results}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

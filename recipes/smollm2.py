@@ -55,7 +55,7 @@ from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.models import load_tokenizer, weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.stages import FREE_OPTIONS
-from hf_linear_attn.study.study import Conditions, Study, open_study
+from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.options import OptionError, option, to_dict
@@ -287,7 +287,7 @@ class Variants:
         runs = {name: self.folder / name / "results.json" for name in measured}
         stages = {name: json.loads(path.read_bytes())["scores"] for name, path in runs.items() if path.exists()}
         facts = {"config": public_options(self.config), "heads": self.heads, "stages": stages}
-        write_json(self.folder / "results.json", {**facts, **measured})
+        write_json(self.folder / "results.json", {**facts, "defaults": defaults_of(facts), **measured})
         atomic_write(self.folder / "loss-by-position.png", loss_plot(measured))
         parts = [
             "# A language model converted, and what it still knows of what lies far back",

@@ -22,7 +22,7 @@ from ..utils.files import write_json
 from ..utils.formatting import fixed
 from ..utils.timing import EQUAL, FASTER, Crossover, crossover, is_measurable
 from .comparison import Comparison, Quality
-from .study import Record
+from .study import Record, defaults_of
 from .variants import EXACT_LABEL, LINEAR_STATES, STATES, WITHOUT_ATTENTION
 
 EVALUATION_FILE = "evaluation.json"
@@ -353,7 +353,9 @@ class Evaluation:
 
     def save(self, folder: str | Path) -> None:
         """Write everything to `evaluation.json` in a folder."""
-        write_json(Path(folder) / EVALUATION_FILE, {"format_version": FORMAT_VERSION, **json_safe(asdict(self))})
+        values = json_safe(asdict(self))
+        facts = {"format_version": FORMAT_VERSION, "defaults": defaults_of(values)}
+        write_json(Path(folder) / EVALUATION_FILE, {**facts, **values})
 
     @classmethod
     def load(cls, folder: str | Path) -> Evaluation:

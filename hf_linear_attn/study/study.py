@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +23,13 @@ from typing import Any
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from ..config import DEFAULT_ATTENTION
+from ..feature_maps.base import AttentionShape
+from ..registry import ATTENTIONS
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_write, check_output, open_output, remove_partial_files
 from ..utils.json_lines import JsonLinesFile
+from ..utils.options import to_dict
 from ..utils.progress import Progress
 
 RECORDS_VERSION = 2
@@ -280,3 +285,27 @@ def open_study(
                 stored = f"{len(study.records)} records are in {path / RECORDS_FILE}"
                 study.progress.log(f"{stored}. To continue: the same command with --resume.")
             raise
+
+
+def defaults_of(values: Any) -> dict[str, Any]:
+    """Return the default options behind results: of the default mechanism, and of those that the results name.
+
+    Each as it is in an encoder and in a decoder of heads of 64 numbers, where the mechanism serves it. Results hold
+    them, so that it shows where their defaults are no longer the package's.
+    """
+    words = set(re.findall(r"[\w+-]+", json.dumps(json_safe(values))))
+    found: dict[str, Any] = {}
+    for name, entry in sorted(ATTENTIONS):
+        if name != DEFAULT_ATTENTION and name not in words:
+            continue
+        directions = {"encoder": entry.bidirectional, "decoder": entry.causal}
+        found[name] = {
+            kind: json_safe(to_dict(_built(entry, kind == "decoder").options))
+            for kind, is_served in directions.items()
+            if is_served
+        }
+    return found
+
+
+def _built(entry: Any, causal: bool) -> Any:
+    return entry.factory(AttentionShape(2, 2, 64, 64, causal=causal), entry.options())

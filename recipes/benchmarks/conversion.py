@@ -30,7 +30,7 @@ from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.models import load_tokenizer
 from hf_linear_attn.study.subject import task_type_of
-from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
+from hf_linear_attn.training.options import AttentionLoss, ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.options import make_config, to_dict
 
@@ -78,6 +78,8 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "window": {},
     "hedgehog": {},
     "window of 8": {"attention": "window", "options": {"window_size": 8}},
+    "window of 8, hedgehog": {"attention": "window", "options": {"window_size": 8, "feature_map": "hedgehog"}},
+    "window of 8, nothing": {"attention": "window", "options": {"window_size": 8, "mix_init": CLOSED_MIX}},
     "window of 16": {"attention": "window", "options": {"window_size": 16}},
     "linformer of 16": {"attention": "linformer", "options": {"num_slots": 16}},
     "linformer of 32": {"attention": "linformer", "options": {"num_slots": 32}},
@@ -292,6 +294,7 @@ def encoder_start(
     tokens: int = 8192,
     passages: int = 64,
     seconds: tuple[float, ...] = (0.0,),
+    losses: tuple[AttentionLoss, ...] = ("auto",),
     batch_tokens: int = 2048,
     seeds: tuple[int, ...] = (0, 1, 2),
 ) -> Cells:
@@ -310,6 +313,7 @@ def encoder_start(
         tokens: Tokens of the calibration.
         passages: Passages of each text.
         seconds: Seconds of processor time for calibration and attention transfer; 0: calibrated only.
+        losses: Losses of the attention transfer.
         batch_tokens: Tokens of a batch.
         seeds: Each takes other passages for calibration and training.
     """
@@ -340,7 +344,7 @@ def encoder_start(
         batches = padded_batches(rows, max(1, batch_tokens // length), pad)
         return EmbeddingCosine(batches, sentence_embeddings(extended(length), batches))
 
-    def measured(length: int, name: str, seed: int, budget: float) -> Rows:
+    def measured(length: int, name: str, seed: int, budget: float, loss: AttentionLoss) -> Rows:
         options, calibrated = ENCODER_OUTSIDE[name]
         student = hla.patch_model(shared_copy(extended(length)), "window", **options)
         batches = padded_batches(training_rows(length, seed), max(1, batch_tokens // length), pad)
@@ -350,10 +354,10 @@ def encoder_start(
         cost = {"calibration": time.process_time() - began, "step": None, "steps": 0}
         if budget:
             trial, began = copy.deepcopy(student), time.process_time()
-            hla.transfer_attention(trial, batches, max_steps=TIMED_STEPS)
+            hla.transfer_attention(trial, batches, max_steps=TIMED_STEPS, loss=loss)
             cost["step"] = (time.process_time() - began) / TIMED_STEPS
             cost["steps"] = max(1, round((budget - cost["calibration"]) / cost["step"]))
-            hla.transfer_attention(student, batches, max_steps=cost["steps"])
+            hla.transfer_attention(student, batches, max_steps=cost["steps"], loss=loss)
         rows = []
         for path in texts:
             rows.append({"text": Path(path).name, **measure_of(path, length)(student), **cost})
@@ -361,9 +365,10 @@ def encoder_start(
 
     settings = {"passages": passages, "batch_tokens": batch_tokens, "texts": [Path(path).name for path in texts]}
     settings |= {"calibrated on": Path(dataset).name, "tokens": tokens}
-    for length, budget, seed, name_outside in product(lengths, seconds, seeds, outside):
+    for length, budget, loss, seed, name_outside in product(lengths, seconds, losses, seeds, outside):
         calibrated = ENCODER_OUTSIDE[name_outside][1]
         if (budget and name_outside == "nothing") or (not budget and not calibrated and seed != seeds[0]):
             continue  # it learns nothing, or the seed changes nothing
         facts = {"model": Path(name).name, "length": length, "seconds": budget, "outside": name_outside, "seed": seed}
-        yield Cell(facts, partial(measured, length, name_outside, seed, budget), settings)
+        facts["loss"] = loss if budget else None
+        yield Cell(facts, partial(measured, length, name_outside, seed, budget, loss), settings)

@@ -54,7 +54,7 @@ def run_benchmark(
         ValueError, OSError: An option or a folder that cannot be used.
     """
     # It imports torch, whose memory must not count in `onnx`.
-    from hf_linear_attn.study.study import Conditions, open_study
+    from hf_linear_attn.study.study import Conditions, defaults_of, open_study
 
     settings, rows = json_safe(options), []
     device = options.get("device", "cpu")
@@ -67,7 +67,8 @@ def run_benchmark(
             record = study.measure(Conditions("", "", "", name, **conditions), cell.measure)
             answer.extend({**cell.facts, **row} for row in record.values)
             rows += answer
-        results = {"format_version": 1, "benchmark": name, "settings": settings, "environment": machine, "rows": rows}
+        facts = {"settings": settings, "environment": machine, "defaults": defaults_of([settings, rows])}
+        results = {"format_version": 1, "benchmark": name, **facts, "rows": rows}
         write_json(folder / RESULTS_FILE, json_safe(results))
     return results
 

@@ -333,6 +333,28 @@ def linear_part_table() -> str:
     return to_markdown(pd.DataFrame(lines), text_columns=3)
 
 
+#: Rows and columns of the README's table of encoders.
+ENCODER_LENGTHS, ENCODER_COLUMNS = (256, 512, 2048), ("nothing", "hedgehog, calibrated", "128 codes, calibrated")
+
+
+def encoder_start_table(lengths: Sequence[int] = (), outside: Sequence[str] = (), metric: str = "cosine") -> str:
+    """How near encoders come to exact ones by what is outside of their windows: the mean over seeds."""
+    rows = Results.read("encoder-start.json").rows
+    rows = rows[rows["length"].isin(lengths or rows["length"]) & rows["outside"].isin(outside or rows["outside"])]
+    if outside:  # the short table has nothing trained
+        rows = rows[rows["seconds"] == 0]
+    rows = rows.assign(
+        tokens=rows["length"].map("{:,}".format),
+        trained=rows["seconds"].map("{:.0f} s".format)
+        + rows["loss"].map(", by {}".format, na_action="ignore").fillna(""),
+        text=rows["text"].str.partition(".")[0],
+    )
+    keys = ["tokens", "text"] if outside else ["tokens", "trained", "text"]
+    table = rows.pivot_table(values=metric, index=keys, columns="outside", sort=False)
+    table = table.map(lambda number: fixed(number, 4), na_action="ignore").reset_index()
+    return to_markdown(table, text_columns=len(keys))
+
+
 def exact_heads_table() -> str:
     """Recall and loss by share of exact heads and by way of choosing them; over all seeds."""
     rows = Results.read("exact-heads.json").rows.dropna(subset=["share"]).sort_values("share", kind="stable")
@@ -398,7 +420,7 @@ SMOLLM2_FOLDERS = {
 
 #: Variants and columns of the tables of rivals on the pages: dropping keys down to a quarter is in the reports alone.
 RIVALS = tuple(name for name in (*rivals.VARIANTS, "converted") if not name.endswith("-25"))
-RIVALS_ROWS = ("exact", "int8", "int4", "expected-attention-25", "duo-attention", "mixture", "mixture-int8")
+RIVALS_ROWS = ("exact", "int4", "mixture-int8")
 RIVALS_COLUMNS = ("context", "variant", "cache", "loss", "niah", "time", "preparation")
 
 
@@ -546,6 +568,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "budgets": budgets_table,
     "compiled": compiled_table,
     "conversion": partial(glue_table, stages=("distilled",)),
+    "encoder-start": encoder_start_table,
+    "encoder-start-neighbors": partial(encoder_start_table, metric="same_neighbor"),
+    "encoder-start-short": partial(encoder_start_table, ENCODER_LENGTHS, ENCODER_COLUMNS),
     "evaluate": evaluation_summary,
     "exact-heads": exact_heads_table,
     "fidelity": fidelity_tables,

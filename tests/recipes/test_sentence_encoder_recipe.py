@@ -47,8 +47,8 @@ def test_an_encoder_is_converted_and_searched_with(tmp_path: Path, monkeypatch: 
     out = tmp_path / "out"
     results = json.loads((out / "results.json").read_text())
     assert [row["model"] for row in results["embeddings"]] == [
-        "window, untrained",
-        "25 % of the heads exact, untrained",
+        "window, calibrated",
+        "25 % of the heads exact, calibrated",
         "converted",
     ]
     assert all(0 < row["cosine"] < 1.001 for row in results["embeddings"])
