@@ -28,11 +28,10 @@ BATCH_SIZE = 1000
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids (and `token_type_ids` and `labels` where there are any) with the numbers of their tokens, of truncated
-    rows, and of tokens left out: cut off these rows, or after the last full block."""
+    """Token ids (and `token_type_ids` and `labels` where there are any) with the numbers of truncated rows, and of
+    tokens left out: cut off these rows, or after the last full block."""
 
     dataset: Dataset
-    tokens: int
     truncated: int = 0
     dropped: int = 0
 
@@ -66,7 +65,7 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
     encoded = _map(dataset, tokenizer, encode, list(columns), ["label"]).rename_column("label", "labels")
     dropped = encoded[DROPPED][:]
     encoded = encoded.remove_columns(DROPPED)
-    return Encoded(encoded, sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
+    return Encoded(encoded, sum(map(bool, dropped)), sum(dropped))
 
 
 def encode_targets(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int) -> Encoded:
@@ -112,7 +111,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     blocks = tokens[: count * capacity].reshape(count, capacity)
     dropped = len(tokens) - blocks.size
     blocks = np.hstack([np.tile(np.array(before, dtype=np.int32), (count, 1)), blocks])
-    return Encoded(datasets.Dataset.from_dict({"input_ids": blocks}), blocks.size, dropped=dropped)
+    return Encoded(datasets.Dataset.from_dict({"input_ids": blocks}), dropped=dropped)
 
 
 def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
@@ -122,7 +121,7 @@ def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_leng
         return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}
 
     encoded = _map(dataset, tokenizer, encode, [text_column])
-    return Encoded(encoded, sum(row_lengths(encoded)))
+    return Encoded(encoded)
 
 
 def row_lengths(dataset: Dataset) -> list[int]:

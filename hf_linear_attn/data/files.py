@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import glob
 import itertools
-import random
 import re
 import sys
 import warnings
@@ -362,28 +361,6 @@ def split_articles(text: str) -> list[str]:
     bounds = zip([0, *starts], [*starts, len(lines)], strict=True)
     articles = ["\n".join(lines[start:end]) for start, end in bounds]
     return [article for article in articles if article.strip()]
-
-
-def validation_rows(count: int, share: float) -> list[int]:
-    """Return the indices of a share of so many rows, at least two, in order.
-
-    They depend on nothing else, a seed included: what one command trains on, no other one measures on.
-    """
-    return sorted(random.Random(0).sample(range(count), min(count, max(2, round(share * count)))))
-
-
-def hold_out_validation(splits: DatasetDict, share: float) -> DatasetDict:
-    """Return the data set with a `share` of the rows of `train` (see `validation_rows`) as the split `validation`.
-
-    Rows stay in their order. A ValueError if no row would be left to train on.
-    """
-    train = splits["train"]
-    validation = validation_rows(len(train), share)
-    if len(validation) >= len(train):
-        rows = f"{len(validation)} of {len(train)} rows"
-        raise ValueError(f"{rows} cannot be held out for validation. Give more rows, or a file for validation.")
-    rest = train.select(sorted({*range(len(train))} - {*validation}))
-    return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(validation)})
 
 
 def check_columns(splits: DatasetDict, columns: Sequence[str]) -> None:

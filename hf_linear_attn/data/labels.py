@@ -84,21 +84,21 @@ class Head:
         default: Problem = "regression" if len(names) == 1 else "single_label_classification"
         return cls(config.problem_type or default, names)
 
-    def outputs(self, classes: Sequence[str]) -> tuple[dict[str, int], str]:
-        """Return the output of each class, and what was assumed in one sentence (empty: nothing)."""
+    def labels(self, classes: Sequence[str], problem: Problem) -> Labels:
+        """Return which outputs the classes of some data are. A ValueError if that cannot be known."""
         by_name = {name.casefold(): index for index, name in enumerate(self.names)}
         if len(by_name) == len(self.names) and all(name.casefold() in by_name for name in classes):
-            return {name: by_name[name.casefold()] for name in classes}, ""
+            return Labels(problem, self.names, tuple(by_name[name.casefold()] for name in classes))
         is_generic = all(name == f"LABEL_{index}" for index, name in enumerate(self.names))
-        numbers = [int(match[1]) for match in map(_CLASS_NUMBER.fullmatch, classes) if match]
+        numbers = tuple(int(match[1]) for match in map(_CLASS_NUMBER.fullmatch, classes) if match)
         if len(numbers) == len({*numbers}) == len(classes) and max(numbers) < len(self.names):
             told = ", ".join(f"{number} is {self.names[number]}" for number in numbers)
-            note = "" if is_generic else f"The labels are taken as the numbers of the model's outputs: {told}."
-            return dict(zip(classes, numbers, strict=True)), note
+            note = f"The labels are taken as the numbers of the model's outputs: {told}."
+            return Labels(problem, self.names, numbers, () if is_generic else (note,))
         if is_generic and len(classes) == len(self.names):
             told = ", ".join(f"{index} is {name}" for index, name in enumerate(classes))
             note = f"The model does not name its outputs. They are taken to be those of the labels in order: {told}."
-            return {name: index for index, name in enumerate(classes)}, note
+            return Labels(problem, tuple(classes), tuple(range(len(classes))), (note,))
         listed = ", ".join(self.names)
         raise ValueError(
             f"The model was trained with the labels {listed}; the data has {', '.join(classes)}. Give data with the "
@@ -118,6 +118,13 @@ class _Column:
     def error(self, row: int, problem: str) -> ValueError:
         remedy = "Correct the row, remove it, or name another column with --data.label_column."
         return self.source.cell_error(self.split, row, self.name, self.values[row], f"{problem}. {remedy}")
+
+    def named(self, row: int, names: list[str]) -> Any:
+        """Return the names of the classes of a row in place of their numbers."""
+        value = self.values[row]
+        if any(entry not in range(len(names)) for entry in _entries(value)):
+            raise self.error(row, f"which is no label: classes are 0 and up: {', '.join(names)}")
+        return [names[entry] for entry in value] if isinstance(value, list) else names[value]
 
     def kind(self) -> str:
         """Return what all labels are; a ValueError for the first one that is something else, or none."""
@@ -140,13 +147,16 @@ class _Column:
 
     def classes(self) -> list[str]:
         """Return the names of all classes in order: of numbers, or else of the alphabet."""
+        names: set[str] = set()
         for row, value in enumerate(self.values):
-            if not all(isinstance(entry, str) or _is_whole(entry) for entry in _entries(value)):
+            entries = _entries(value)
+            if not all(isinstance(entry, str) or _is_whole(entry) for entry in entries):
                 raise self.error(row, "of which some are no classes")
-        names = sorted({class_name(entry) for entry in chain.from_iterable(map(_entries, self.values))})
-        if all(map(_CLASS_NUMBER.fullmatch, names)):
-            names.sort(key=lambda name: int(name.removeprefix("LABEL_")))
-        return names
+            found = {class_name(entry) for entry in entries}
+            if len(found) < len(entries):
+                raise self.error(row, "with a label twice: list those of the row, or give each a column of 0 and 1")
+            names |= found
+        return in_order(names)
 
     def numbered(self, outputs: dict[str, int]) -> Iterator[list[int]]:
         """Yield the outputs of the classes of each row."""
@@ -161,8 +171,7 @@ def encode_labels(source: Source, columns: Sequence[str], head: Head | None = No
     """Return a data set with the column `label` in place of those of its labels, and what the labels are.
 
     Several columns have a class each, and 0 or 1 in every row. A single column has in every row a class (text, a whole
-    number or a `ClassLabel`), a list of classes, or a score (any other number). Lists of as many zeros and ones in all
-    rows, some of them more than once, say of each class whether the row has it.
+    number or a `ClassLabel`), a list of classes, or a score (any other number).
 
     Args:
         source: A data set with a split `train`.
@@ -185,50 +194,38 @@ def encode_labels(source: Source, columns: Sequence[str], head: Head | None = No
     if problem == "regression":
         scores = {name: [float(value) for value in column.values] for name, column in read.items()}
         return _replaced(splits, columns, scores, datasets.Value("float32")), Labels("regression")
-    if problem == "multi_label_classification" and not declared:
-        declared, read = _without_indicators(read, head)
-    every = [column.classes() for column in read.values()] if head else [train.classes()]
-    classes = declared or _Column(source, "", "", [[*chain.from_iterable(every)]]).classes()
     if head is None:
-        outputs, note = {name: index for index, name in enumerate(classes)}, ""
-        names = tuple(classes)
+        classes = declared or train.classes()
+        labels = Labels(problem, tuple(classes), tuple(range(len(classes))))
     else:
-        outputs, note = head.outputs(classes)
-        names = tuple(classes) if "does not name" in note else head.names
-    notes = (note,) if note else ()
-    labels = Labels(problem, names, tuple(outputs[name] for name in classes), notes)
-    numbers = {name: [*column.numbered(outputs)] for name, column in read.items()}
+        every = (column.classes() for column in read.values())
+        classes = declared or in_order({*chain.from_iterable(every)})
+        labels = head.labels(classes, problem)
+    outputs = dict(zip(classes, labels.order, strict=True))
+    names = list(labels.names or ())
+    numbers = {split: [*column.numbered(outputs)] for split, column in read.items()}
     if problem == "single_label_classification":
-        chosen: dict[str, list[Any]] = {name: [row[0] for row in rows] for name, rows in numbers.items()}
-        return _replaced(splits, columns, chosen, datasets.ClassLabel(names=list(names))), labels
-    width = range(len(names))
-    chosen = {name: [[float(index in row) for index in width] for row in rows] for name, rows in numbers.items()}
+        chosen: dict[str, list[Any]] = {split: [row[0] for row in rows] for split, rows in numbers.items()}
+        return _replaced(splits, columns, chosen, datasets.ClassLabel(names=names)), labels
+    chosen = {split: [_indicators(row, len(names)) for row in rows] for split, rows in numbers.items()}
     return _replaced(splits, columns, chosen, datasets.Sequence(datasets.Value("float32"))), labels
 
 
 def _read(source: Source, columns: Sequence[str]) -> tuple[list[str] | None, dict[str, _Column]]:
     """Return the labels of each split, and the names of the classes where the data set declares them."""
-    splits = source.splits
-    if len(columns) > 1:
-        return list(columns), {name: _read_columns(source, name, columns) for name in splits}
-    read = {name: _Column(source, name, columns[0], split[columns[0]][:]) for name, split in splits.items()}
-    declared = {name: _declared(split.features[columns[0]]) for name, split in splits.items()}
-    names = declared["train"]
-    for name, column in read.items():
-        if declared[name] != names:
+    splits, (name, *others) = source.splits, columns
+    if others:
+        return list(columns), {split: _read_columns(source, split, columns) for split in splits}
+    read = {split: _Column(source, split, name, rows[name][:]) for split, rows in splits.items()}
+    names = _declared(splits["train"].features[name])
+    for split, column in read.items():
+        if _declared(splits[split].features[name]) != names:
             raise ValueError(
-                f"The classes of the split {name!r} have other names, or another order, than those of the training "
+                f"The classes of the split {split!r} have other names, or another order, than those of the training "
                 f"rows ({', '.join(names or ())}). Give all splits the same ClassLabel."
             )
-        for row, value in enumerate(column.values if names else ()):
-            if any(entry is None or not 0 <= entry < len(names or ()) for entry in _entries(value)):
-                raise column.error(row, f"which is no label: classes are 0 and up: {', '.join(names or ())}")
-    if names:
-        for column in read.values():
-            column.values[:] = [
-                [names[entry] for entry in value] if isinstance(value, list) else names[value]
-                for value in column.values
-            ]
+        if names is not None:
+            column.values[:] = [column.named(row, names) for row in range(len(column.values))]
     return names, read
 
 
@@ -274,30 +271,24 @@ def _problem(read: dict[str, _Column], head: Head | None) -> Problem:
     raise ValueError(f"{text}; the data has {PROBLEMS[problem]}. Give data like the model's, or one without a head.")
 
 
-def _without_indicators(read: dict[str, _Column], head: Head | None) -> tuple[list[str] | None, dict[str, _Column]]:
-    """Return the classes of rows that have a 0 or 1 for each, and lists of them in place of these; or what is given."""
-    rows = [*chain.from_iterable(column.values for column in read.values())]
-    entries = [*chain.from_iterable(rows)]
-    width = len(rows[0])
-    is_repeated = any(len({*row}) < len(row) for row in rows) or any(isinstance(entry, float) for entry in entries)
-    if any(len(row) != width for row in rows) or not {*map(_number, entries)} <= {0, 1} or not is_repeated:
-        return None, read
-    names = [str(index) for index in range(width)]
-    if head is not None and len(head.names) == width:
-        names = list(head.names)
-    for column in read.values():
-        column.values[:] = [
-            [name for name, entry in zip(names, value, strict=True) if _number(entry)] for value in column.values
-        ]
-    return names, read
-
-
 def _replaced(splits: DatasetDict, columns: Sequence[str], labels: dict[str, list[Any]], feature: Any) -> DatasetDict:
     datasets = import_datasets()
     parts = {name: split.remove_columns(list(columns)) for name, split in splits.items()}
     return datasets.DatasetDict(
         {name: part.add_column("label", labels[name], feature=feature) for name, part in parts.items()}
     )
+
+
+def _indicators(chosen: Sequence[int], width: int) -> list[float]:
+    """Return 1 for each chosen index, else 0."""
+    return [float(index in chosen) for index in range(width)]
+
+
+def in_order(names: set[str]) -> list[str]:
+    """Return names of classes in order: of numbers, or else of the alphabet."""
+    if all(map(_CLASS_NUMBER.fullmatch, names)):
+        return sorted(names, key=lambda name: int(name.removeprefix("LABEL_")))
+    return sorted(names)
 
 
 def class_name(value: Any) -> str:

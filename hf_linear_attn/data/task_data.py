@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,11 @@ from transformers import (
 from ..utils.options import OptionError
 from .config import PYTHON_DOCUMENTATION, DataConfig
 from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, encode_targets, row_lengths
-from .files import Source, check_columns, check_text, hold_out_validation, import_datasets, load_source
+from .files import Source, check_columns, check_text, import_datasets, load_source
 from .labels import Head, Labels, encode_labels
 from .metrics import DEFAULT_METRICS, check_metrics, compute_metrics, higher_is_better, perplexity
 from .tasks import TASKS, load_task
-from .text import MIN_DOCUMENTS, hold_out, rows_text, standard_library_documents
+from .text import MIN_DOCUMENTS, cut_end, rows_text, standard_library_documents
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -264,7 +265,7 @@ def source_name(data: DataConfig, documents: Sequence[str] | None = None) -> str
 def load_splits(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
     """Load those columns of a data set, with the split `train` and those that are held out (see `hold_out`)."""
     source = _load(data, columns, documents)
-    return replace(source, splits=_hold_out(source.splits, data.validation_size))
+    return replace(source, splits=hold_out(source.splits, data.validation_size))
 
 
 def _load(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
@@ -287,16 +288,26 @@ def _load(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | N
     return replace(source, splits=source.splits.select_columns(list(columns)), notes=notes)
 
 
-def _hold_out(splits: DatasetDict, share: float) -> DatasetDict:
-    """Return splits with a share of `train` as the split `validation`, unless there is one."""
+def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
+    """Return a data set with a share of `train`, at least two rows, as the split `validation`, unless it has one.
+
+    Of less than ten documents the end is held out: they are running text. The rows depend on nothing but their number:
+    what one command trains on, no other one measures on. A ValueError if no row would be left to train on.
+    """
     train = splits["train"]
     if len(splits) > 1:
         return splits
     if len(train) < MIN_DOCUMENTS and len(train.column_names) == 1:
         datasets, (column,) = import_datasets(), train.column_names
-        rows = [datasets.Dataset.from_dict({column: part}) for part in hold_out(train[column][:], share)]
+        rows = [datasets.Dataset.from_dict({column: part}) for part in cut_end(train[column][:], share)]
         return datasets.DatasetDict(dict(zip(("train", "validation"), rows, strict=True)))
-    return hold_out_validation(splits, share)
+    count = max(MIN_ROWS, round(share * len(train)))
+    if count >= len(train):
+        problem = f"{count} of {len(train)} rows cannot be held out for validation"
+        raise ValueError(f"{problem}. Give more rows, or a file for validation.")
+    chosen = sorted(random.Random(0).sample(range(len(train)), count))
+    rest = train.select(sorted({*range(len(train))} - {*chosen}))
+    return import_datasets().DatasetDict(train=rest, validation=train.select(chosen))
 
 
 def document_column(data: DataConfig) -> str:
@@ -333,7 +344,7 @@ def load_labelled(
             raise OptionError("data.label_column", f"{shared[0]!r} is a column of text. Name that of the labels.")
         source = _load(data, (*columns, *label_columns))
     splits, labels = encode_labels(source, label_columns, None if head is None else Head.of(head))
-    splits = _hold_out(splits, data.validation_size)
+    splits = hold_out(splits, data.validation_size)
     return (
         replace(source, splits=splits, notes=(*source.notes, *labels.notes)),
         columns,

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .files import shortened, validation_rows
+from .files import shortened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,29 +29,24 @@ MIN_DOCUMENTS = 10
 LONGEST_WORD = 64
 
 
-def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """Return train and held-out documents: those of `validation_rows`, or, of fewer than ten, the end of the text."""
-    if len(documents) >= MIN_DOCUMENTS:
-        chosen = dict.fromkeys(validation_rows(len(documents), share))  # in order
-        train = [document for index, document in enumerate(documents) if index not in chosen]
-        return train, [documents[index] for index in chosen]
+def cut_end(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
+    """Return documents without the end of the text that they are, and this end, which has a share of the characters.
+
+    A document is cut at white space, if there is any near.
+    """
     characters = int(share * sum(map(len, documents)))
-    train, validation = list(documents), list[str]()
-    while train and len(train[-1]) <= characters:
-        validation.insert(0, train.pop())
-        characters -= len(validation[0])
-    if train and characters:
-        train[-1], rest = cut_text(train[-1], characters / len(train[-1]))
-        validation.insert(0, rest)
-    return [document for document in train if document], [document for document in validation if document]
-
-
-def cut_text(text: str, share: float) -> tuple[str, str]:
-    """Return a text up to white space near its end, and the rest, which has this share of the characters."""
-    cut = len(text) - int(share * len(text))
-    space = re.compile(r"\s").search(text, cut, cut + LONGEST_WORD)  # some scripts have no spaces between words
-    cut = space.start() if space else cut
-    return text[:cut].strip(), text[cut:].strip()
+    before, end = list(documents), list[str]()
+    while before and len(before[-1]) <= characters:
+        end.insert(0, before.pop())
+        characters -= len(end[0])
+    if before and characters:
+        text = before.pop()
+        cut = len(text) - characters
+        space = re.compile(r"\s").search(text, cut, cut + LONGEST_WORD)  # some scripts have no spaces between words
+        cut = space.start() if space else cut
+        before.append(text[:cut].strip())
+        end.insert(0, text[cut:].strip())
+    return [document for document in before if document], [document for document in end if document]
 
 
 def text_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import random
 import re
 from pathlib import Path
 
@@ -14,12 +15,11 @@ import pytest
 from hf_linear_attn.data.files import (
     Quoting,
     check_columns,
-    hold_out_validation,
     load_source,
     quotes_delimit,
     split_articles,
 )
-from hf_linear_attn.data.text import hold_out
+from hf_linear_attn.data.task_data import hold_out
 from tests.data.tiny_data import SHARED, write
 
 ROWS = {"text": ['one, "two"', "three\nfour"], "label": [0, 1]}
@@ -251,20 +251,20 @@ def test_empty_splits_are_errors(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("size", "count"), [(0.1, 10), (0.07, 7), (0.0001, 2)])
 def test_carved_validation(size, count):
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": list(range(100))})})
-    loaded, again = (hold_out_validation(splits, size) for _ in range(2))
+    loaded, again = (hold_out(splits, size) for _ in range(2))
     validation, rest = loaded["validation"]["n"][:], loaded["train"]["n"][:]
     assert len(validation) == count
     assert sorted(validation + rest) == list(range(100))
     assert validation == sorted(validation)
     assert rest == sorted(rest)
     assert again["validation"]["n"][:] == validation
-    assert hold_out([str(n) for n in range(100)], size)[1] == [str(n) for n in validation]  # the rule for text files
+    assert validation == sorted(random.Random(0).sample(range(100), count))
 
 
 def test_validation_that_cannot_be_carved():
-    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1]})})
-    with pytest.raises(ValueError, match=r"1 of 1 rows cannot be held out for validation\. Give more"):
-        hold_out_validation(splits, 0.1)
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1], "m": [2]})})
+    with pytest.raises(ValueError, match=r"2 of 1 rows cannot be held out for validation\. Give more"):
+        hold_out(splits, 0.1)
 
 
 def test_columns_are_checked():

@@ -67,14 +67,11 @@ def test_lists_of_classes():
     assert (found.problem, found.names) == ("multi_label_classification", tuple(binarizer.classes_))
 
 
-def test_lists_of_zeros_and_ones_say_which_classes_a_row_has():
-    rows = [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
-    numbers, found = encoded(rows)
-    assert (numbers, found.names) == (rows, ("0", "1", "2"))
-    assert encoded([[1.0, 0.0], [0.0, 1.0]])[0] == [[1, 0], [0, 1]]
-    assert encoded(rows, head(ORDER, "multi_label_classification"))[1].names == ("pos", "neg", "so-so")
-    numbers, found = encoded([[1, 0], [0, 1], [0, 1]])  # no entry twice: the classes 0 and 1, both in every row
-    assert (numbers, found.names) == ([[1, 1]] * 3, ("0", "1"))
+def test_lists_of_zeros_and_ones_are_refused_where_they_are_no_lists_of_classes():
+    with pytest.raises(ValueError, match=r"has \[0, 1, 0\], with a label twice: list those of the row, or"):
+        encoded([[0, 1, 0], [1, 0, 0]])
+    with pytest.raises(ValueError, match=r"has \[1.0, 0.0\], of which some are no classes"):
+        encoded([[1.0, 0.0], [0.0, 1.0]])
 
 
 def test_a_column_for_each_label():

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_linear_attn.data.files import Documents, text_documents
 from hf_linear_attn.data.text import (
+    cut_end,
     docstrings,
     encode_text,
-    hold_out,
     padded_batches,
     special_tokens,
     standard_library_documents,
@@ -68,27 +68,19 @@ def test_wikitext_is_split_into_articles(tmp_path: Path) -> None:
     assert len(text_documents(path)) == 20
 
 
-def test_a_share_of_the_documents_is_held_out() -> None:
-    documents = [str(index) for index in range(23)]
-    train, validation = hold_out(documents, 0.2)
-    assert len(validation) == 5
-    assert (train, validation) == (sorted(train, key=int), sorted(validation, key=int))
-    assert sorted(train + validation, key=int) == documents
-
-
 def test_the_end_of_few_documents_is_held_out() -> None:
     text = " ".join(str(index) for index in range(1000))
-    (train,), (validation,) = hold_out([text], 0.2)
+    (train,), (validation,) = cut_end([text], 0.2)
     assert f"{train} {validation}" == text
     assert len(train) / len(text) == pytest.approx(0.8, abs=0.01)
-    train, validation = hold_out(["x" * 60, "one two " * 5, "y" * 10], 0.25)  # 27 characters are held out
+    train, validation = cut_end(["x" * 60, "one two " * 5, "y" * 10], 0.25)  # 27 characters are held out
     assert (train, validation) == (["x" * 60, "one two one two one two"], ["one two one two", "y" * 10])
 
 
 @pytest.mark.parametrize("text", ["\u4e00\u4e8c" * 500 + " \u4e09", "word\n" * 200 + "two words"])
 def test_the_share_is_held_out_of_a_text_without_spaces(text: str) -> None:
     """Also where the only space is at the end: some scripts have none, and lines may be words."""
-    (train,), (validation,) = hold_out([text], 0.2)
+    (train,), (validation,) = cut_end([text], 0.2)
     assert "".join((train + validation).split()) == "".join(text.split())
     assert len(validation) / len(text) == pytest.approx(0.2, abs=0.01)
 
