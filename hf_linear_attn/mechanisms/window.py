@@ -1,7 +1,6 @@
 """Exact softmax in a window, a feature map outside it, one normaliser."""
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import field, replace
 from typing import Any, Literal
 
@@ -90,14 +89,6 @@ class HybridAttention(LinearAttention):
             raise ValueError(
                 f"A window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "
                 "normaliser over them and the exact weights could cross zero."
-            )
-
-    def check_terms(self, names: Iterable[str], label: str = "This layer") -> None:
-        super().check_terms(names, label)
-        if "relative" in names and self.feature_map.fits_keys:
-            raise NotImplementedError(
-                f"{label} has disentangled positions, beside which codes of {self.options.feature_map!r} cannot be "
-                "fitted. Use feature_map='hedgehog'."
             )
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:

@@ -92,20 +92,23 @@ class Disentangled:
 
     def sided(self, features: FeatureFunction, window: int, *, keys: bool, scaling: float) -> FeatureFunction:
         """Return the features of queries or keys, doubled and multiplied by the factors of either side."""
-        table = self.key_table if keys else self.query_table
-        far = round(math.sqrt(window * max(len(self.rows) // 2, window)))
-        rows = self.index(torch.tensor([far, -far], device=self.rows.device))
-        scale = 1.0 if keys else scaling
 
         def doubled(x: Tensor, start: int) -> Features:
             values, log_scale = features(x, start)
-            if table is None:
-                return Features(torch.cat([values, values], dim=-1), log_scale)
-            exponents = (x @ table[:, rows].to(x.dtype).transpose(-1, -2)) * scale  # [B, H, l, 2]
-            factors = exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()
+            factors = self.exponents(x, window, keys=keys, scaling=scaling).exp()
             return Features((values.unsqueeze(-2) * factors.unsqueeze(-1)).flatten(-2), log_scale)
 
         return doubled
+
+    def exponents(self, x: Tensor, window: int, *, keys: bool, scaling: float) -> Tensor:
+        """Return the logarithms of the factors of queries or keys `[B, H, l, d]` on either side, `[B, H, l, 2]`."""
+        table, scale = (self.key_table, 1.0) if keys else (self.query_table, scaling)
+        if table is None:
+            return x.new_zeros(*x.shape[:3], 2)
+        far = round(math.sqrt(window * max(len(self.rows) // 2, window)))
+        rows = self.index(torch.tensor([far, -far], device=self.rows.device))
+        exponents = (x @ table[:, rows].to(x.dtype).transpose(-1, -2)) * scale
+        return exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
 
 
 def _products(x: Tensor, table: Tensor, index: Tensor) -> Tensor:

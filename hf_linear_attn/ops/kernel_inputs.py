@@ -18,8 +18,8 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
     Every decoding step runs this code, so that it is terse.
     """
     query, key, value, fused = call.query, call.key, call.value, call.fused
-    if call.terms is not None:
-        return "terms of the model in the logits need torch operations"
+    if call.terms is not None and (reason := _unsupported_terms(call)) is not None:
+        return reason
     compiling = torch.compiler.is_compiling()
     if compiling and device_types != ("cpu",):
         return "torch.compile traces torch operations only"
@@ -44,6 +44,19 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
     if not compiling and torch.is_anomaly_enabled():
         return "anomaly detection needs torch operations"
     return None
+
+
+def _unsupported_terms(call: BackendCall) -> str | None:
+    """Return which terms of the model kernels cannot apply; those for CPUs compute outputs with position biases."""
+    terms = call.terms
+    if call.query.device.type != "cpu" or terms is None or terms.sink is not None or terms.softcap is not None:
+        return "sinks and caps of the model's logits are not fused"
+    if call.needs_grad():
+        return "gradients of a model with terms in its logits are not fused"
+    if call.query.shape[1] != call.key.shape[1]:
+        return "a position bias of grouped heads is not fused"
+    is_step = call.state is not None and call.query.shape[2] == 1
+    return "decoding steps with a position bias are not fused" if is_step else None
 
 
 def _map_mismatch(fused: FusedMap, x: Tensor, num_features: int) -> str | None:

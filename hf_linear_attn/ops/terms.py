@@ -70,6 +70,21 @@ class Terms:
             return logits
         return logits + self.by_distance(distance).to(logits.dtype)
 
+    def of_pairs(self, query: Tensor, key: Tensor, distance: Tensor) -> Tensor | float:
+        """Return what queries τ q `[B, H, L, d]` and keys `[B, H, S, d]` add to their logits by their distances."""
+        return 0.0 if self.relative is None else self.relative.pairs(query, key, distance)
+
+    def far_factors(self, query: Tensor, key: Tensor, distance: Tensor, window: int) -> Tensor | float:
+        """Return the factors of all weights outside of a window for these tokens, `[B | 1, H, L, S]`."""
+        if self.bias is not None:
+            return self.by_distance(distance).exp()
+        if self.relative is None:
+            return 1.0
+        rows = self.relative.exponents(query, window, keys=False, scaling=1.0)
+        keys = self.relative.exponents(key, window, keys=True, scaling=1.0)
+        sides = (rows.unsqueeze(3) + keys.unsqueeze(2)).exp()
+        return torch.where(distance > 0, sides[..., 0], sides[..., 1])
+
     def by_distance(self, distance: Tensor) -> Tensor:
         """Return b at the distances i - j `[…, L, S]`, as `[…, H, L, S]`."""
         assert self.bias is not None
@@ -117,8 +132,8 @@ def weights_with_terms(
     if terms is None:
         return softmax_rows(logits, allowed)
     logits = terms.applied(logits, distance)
-    if terms.relative is not None and distance is not None:
-        logits = logits + terms.relative.pairs(query.to(dtype) * scaling, keys, distance)
+    if distance is not None:
+        logits = logits + terms.of_pairs(query.to(dtype) * scaling, keys, distance)
     if terms.sink is None:
         return softmax_rows(logits, allowed)
     column = terms.sink.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)

@@ -340,8 +340,9 @@ class _Layer:
             sink = torch.full_like(logits[..., :1], float("-inf"))
             if (terms := self._inputs(block).terms) is not None:
                 distance = distances(block.query.shape[2], keys, block.start, key.device)[counted]
-                logits = terms.applied(logits, distance)
-                factors = outside if terms.bias is None else outside * terms.by_distance(distance).exp()
+                scaled, window = query * block.scaling, getattr(self.linear.options, "window_size", 1)
+                logits = terms.applied(logits, distance) + terms.of_pairs(scaled, key, distance)
+                factors = outside * terms.far_factors(scaled, key, distance, window)
                 sink = sink if terms.sink is None else terms.sink.float()[:, None, None].expand_as(sink)
             logits = logits.masked_fill(~allowed, float("-inf"))
             normaliser = torch.cat([logits, sink], dim=-1).logsumexp(dim=-1, keepdim=True)

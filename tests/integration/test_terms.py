@@ -118,7 +118,8 @@ def test_a_window_over_the_whole_input_is_the_exact_model_with_all_gradients(mod
     assert any(name.endswith("sinks") for name in wanted) or "sinks" not in str(list(actual))
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())  # biases of keys have none but rounding
     for name, gradient in wanted.items():
-        torch.testing.assert_close(actual[name].grad, gradient, rtol=1e-3, atol=1e-6 * largest, msg=name)
+        error = float((actual[name].grad - gradient).abs().max())
+        assert error < 1e-3 * float(gradient.abs().max()) + 1e-6 * largest, name
 
 
 @DECODERS
@@ -353,7 +354,7 @@ def test_t5_trains_with_gradient_checkpointing():
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_mpnet_outside_of_its_window_is_the_definition_with_the_bias_of_the_paper(padded):
-    model = patched_with(build("mpnet"), mix_init=0.3, sink_tokens=0)
+    model = patched_with(build("mpnet"), feature_map="hedgehog", mix_init=0.3, sink_tokens=0)
     mask = torch.ones(2, 120, dtype=torch.long)
     mask[1, 110 if padded else 120 :] = 0
     calls = []
@@ -426,21 +427,15 @@ def test_deberta_makes_nothing_of_the_size_of_all_pairs():
     assert largest.elements < 4096**2 // 2
 
 
-def test_codes_beside_disentangled_positions_are_refused():
-    model = build("deberta-v2")
-    with pytest.raises(NotImplementedError, match=r"cannot be fitted\. Use feature_map='hedgehog'"):
-        patched_with(model, feature_map="vq")
-    assert not hla.is_patched(model)
-
-
 def test_deberta_takes_no_distances_of_its_caller_while_it_is_patched():
     model = patched_with(build("deberta-v2"))
     with pytest.raises(NotImplementedError, match="takes no query_states and no relative_pos"):
         model.encoder(torch.randn(1, 9, 64), torch.ones(1, 9), query_states=torch.randn(1, 9, 64))
 
 
-def test_deberta_classifiers_are_calibrated_saved_and_loaded(tmp_path):
-    model = patched_with(build("deberta-v2"), window_size=32, mix_init=-3.0)
+@pytest.mark.parametrize("feature_map", ["vq", "hedgehog"])
+def test_deberta_classifiers_are_calibrated_saved_and_loaded(tmp_path, feature_map):
+    model = patched_with(build("deberta-v2"), window_size=32, feature_map=feature_map)
     inputs = inputs_of(model)
     table = hla.calibrate(model, [inputs], max_length=120).table
     assert float((table["exact"] - table["calibrated"]).abs().max()) < 0.02

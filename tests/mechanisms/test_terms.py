@@ -12,7 +12,9 @@ from hf_linear_attn.config import LayerConfig
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.head_mixture import HeadMixture
+from hf_linear_attn.ops.backends import use_backend
 from hf_linear_attn.ops.disentangled import Disentangled
+from hf_linear_attn.ops.native.backend import unavailable_reason
 from hf_linear_attn.ops.terms import Terms
 from hf_linear_attn.registry import ATTENTIONS
 from tests import comparing
@@ -251,3 +253,46 @@ def test_exact_disentangled_attention_is_its_definition():
     out, _ = build("softmax", False)(AttentionInputs(*qkv, SCALING, False, mask, terms=terms))
     for row in range(2):
         assert_close(out[row, :, mask[row]], expected[row, :, mask[row]])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The native kernels
+
+needs_kernels = pytest.mark.skipif(unavailable_reason() is not None, reason="No compiler for the native kernels.")
+
+
+@needs_kernels
+@BOTH
+@pytest.mark.parametrize("kind", ["bias", "relative"])
+@pytest.mark.parametrize("name", ["vq", "hedgehog"])
+@pytest.mark.parametrize("length", [1, 40, 130, 300])
+@pytest.mark.parametrize("window", [32, 64, 70])
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_kernels_apply_position_biases_as_torch_does(causal, kind, name, length, window, padding):
+    if causal and kind == "relative":
+        pytest.skip("Disentangled attention is for encoders.")
+    terms = terms_of("bias", causal) if kind == "bias" else disentangled()[0]
+    terms = terms.apply(lambda tensor: tensor.detach().float())
+    options = {"window_size": window, "feature_map": name, "mix_init": 0.3, "sink_tokens": 2}
+    module = build("window", causal, **options).float()
+    module.mix_weight.data.normal_(generator=torch.Generator().manual_seed(4))
+    qkv = [tensor.detach().float() for tensor in tensors(length)]
+    mask = None if padding is None else padding_mask([length, length - length // 3], length, padding)
+    outs = []
+    for backend in ("torch", "native"):
+        with torch.no_grad(), use_backend(backend):
+            outs.append(module(AttentionInputs(*qkv, SCALING, causal, mask, return_state=causal, terms=terms)))
+    (wanted, wanted_state), (actual, state) = outs
+    real = slice(None) if mask is None else mask
+    comparing.assert_close(actual.transpose(1, 2)[real], wanted.transpose(1, 2)[real], factor=2)
+    for entry, tensor in (wanted_state or {}).items():
+        torch.testing.assert_close(state[entry], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_say_which_terms_they_do_not_apply():
+    qkv = [tensor.detach().float() for tensor in tensors(80)]
+    for kind in ("sink", "softcap"):
+        module = build("window", True, window_size=32, mix_init=0.0).float()
+        terms = terms_of(kind, True).apply(lambda tensor: tensor.detach().float())
+        with use_backend("native"), pytest.raises(NotImplementedError, match=r"sinks and caps.*are not fused"):
+            module(AttentionInputs(*qkv, SCALING, True, terms=terms))

@@ -57,6 +57,7 @@ class Map(ctypes.Structure):
 _STRIDED = (
     *("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient", "mix"),
     *("sink_key", "sink_value", "sink_key_gradient", "sink_value_gradient", "decay"),
+    *("near_bias", "sink_bias", "row_behind", "key_before", "key_behind"),
 )
 _PARAMETER_GRADIENTS = ("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient")
 _TENSOR_FIELDS = (

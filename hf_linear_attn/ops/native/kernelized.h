@@ -22,6 +22,8 @@ struct Call {
   Strided mix;                                                                         // [B, H, L], see below
   Strided sink_key, sink_value, sink_key_gradient, sink_value_gradient;                // [B, G, s, d | e], see below
   Strided decay;                                                                       // [B, G, L, m], see below
+  Strided near_bias, sink_bias;                                                        // [B, H, L, 2 w - 1 | s], see below
+  Strided row_behind, key_before, key_behind;                                          // [B, H, L], [B, G, S], see below
   const uint8_t* mask;                                                                 // [B | 1, S], 1: a token; null: all
   const float *kv, *k_sum, *log_scale;                                                 // [B, G, m, e], [B, G, m], [B, G]
   float *next_kv, *next_k_sum, *next_log_scale;                                        // of the causal form
@@ -50,6 +52,10 @@ struct Call {
   // Sinks are exact for every row: those at `sink_position`, counted in rows. Two-sided: the first s tokens and the last s,
   // whose own rows are exact, too. One token: the first ones of each row, contiguous; the new one is added to them while
   // there are fewer. Its state and ring may lie where the next ones do.
+  // Windows of models with terms in their logits: row i's logit at distance d is increased by number w - 1 - d of
+  // `near_bias`, which has 64 more numbers (MARGIN in terms.py) on either side, and that of sink j by number j of `sink_bias`, in whole
+  // vectors. Features of far keys are multiplied by `key_before` or `key_behind`, those of rows for keys behind them by
+  // `row_behind`. All in float32.
   // With `int8_rows` a step's ring, sinks and exact heads are rows of bytes (`Int8`).
   // A ring has memory for `ring_capacity` tokens, so that the next one can begin a token further.
   // Key-value head g of a step reads and writes head `head_index[g]` of query, key, value and out. Exact heads have their

@@ -98,6 +98,12 @@ static void weigh_features(const Call& c, const Stream& s, long h, long start, i
 // part is lost in rounding anyway.
 static inline float far_factor(float scale, float top) { return top == -INFINITY ? 1.0f : std::exp(std::min(scale - top, 60.0f)); }
 
+// What a model adds to the logits of a block of rows: of row 0, and how far rows are apart.
+struct Added {
+  const float *near = nullptr, *sinks = nullptr;
+  long near_row = 0, sinks_row = 0;
+};
+
 // The matrix products and exponentials of the near part of one block: the band's columns, then the sinks'.
 struct Band {
   // Columns before those of the block's own keys (`window` in whole blocks), and all. Row t sees those from t + first to
@@ -260,8 +266,17 @@ struct Band {
     return (from <= t) | (until >= t);
   }
 
+  static Added added(const Call& c, long b, long h, long start) {
+    const auto row = [&](const Strided& tensor) {
+      return tensor.data ? static_cast<const float*>(tensor.data) + b * tensor.batch + h * tensor.head + start * tensor.token
+                         : nullptr;
+    };
+    return {row(c.near_bias), row(c.sink_bias), c.near_bias.token, c.sink_bias.token};
+  }
+
   // exp(tau q.k - top) of all rows; top is computed, or with `known` taken from the forward pass. Adds to normalisers.
-  void exponentials(int count, const float* query, float scaling, bool known, float* top, float* normaliser) const {
+  void exponentials(int count, const float* query, float scaling, bool known, float* top, float* normaliser,
+                    const Added& added = {}) const {
     const bool tiles = tiles_for(count);  // all columns: skipping those outside of the band would cost more
     if (tiles) multiply_columns(count, x_row, query, parts(0, count), true, weights);
     for (int i = 0; i < count; i += TILE_ROWS) {
@@ -279,10 +294,13 @@ struct Band {
           store(row + j, logit);
           maxima = larger(maxima, logit);
         };
+        const float* near = added.near ? added.near + t * added.near_row - t - first : nullptr;
         for (int j = band.begin; j < band.end; j += LANES, lane += LANES)
-          add_logits(j, (lane >= t + first) & (lane <= t + reach), load(bias(j)));
+          add_logits(j, (lane >= t + first) & (lane <= t + reach), near ? load(bias(j)) + load(near + j) : load(bias(j)));
+        const float* of_sinks = added.sinks ? added.sinks + t * added.sinks_row : nullptr;
         if (any_sink)
-          for (int j = 0; j < sinks; j += LANES) add_logits(columns + j, seen_sinks(t, j), Vec{});
+          for (int j = 0; j < sinks; j += LANES)
+            add_logits(columns + j, seen_sinks(t, j), of_sinks ? load(of_sinks + j) : Vec{});
         if (!known) top[t] = max_of(maxima);
       }
       for (int t = i; t < i + tile_rows; ++t) {  // a separate pass, because it waits for the maxima
@@ -518,6 +536,7 @@ struct FarKeys {
   long position = NOT_READ;  // of the first one
   int begin = 0, end = 0;    // from the first token to behind the last one
   int num_transposed = 0;
+  bool behind = false;  // whether they are multiplied by the factors of keys behind the rows
 
   FarKeys(const Call& c, Workspace& workspace)
       : block(c.key_map, workspace), transposed(workspace.take((size_t)BLOCK * c.m_row())) {}
@@ -539,6 +558,14 @@ struct FarKeys {
     if (!any()) return;
     block.use_rows(rows, s.g, end, tokens);
     memset(block.features + (size_t)end * block.row, 0, (size_t)(BLOCK - end) * block.row * sizeof(float));
+  }
+
+  // Multiplies the features by factors of keys from `position` on, if there are any.
+  void weigh(const Strided& factors, const Stream& s, int count) const {
+    if (!factors.data) return;
+    const float* of_head = static_cast<const float*>(factors.data) + s.b * factors.batch + s.g * factors.head;
+    for (int t = 0; t < count; ++t)
+      if (s.far()[position + t]) scale_all(block.features + (long)t * block.row, block.row, of_head[(position + t) * factors.token]);
   }
 
   // Transposes the features of the first keys for a triangle of so many rows, unless tiles serve.
@@ -566,17 +593,22 @@ struct Far {
   long num_later_states = 0;
   State combined;
   const State* visible = nullptr;
+  // Where rows weigh keys behind them by factors: the state of these keys, and buffers of their part of the sums.
+  const State* visible_behind = nullptr;
+  float *behind_out, *behind_normaliser;
 
   static long row_blocks(const Call& c) { return (c.length + BLOCK - 1) / BLOCK; }
   // Whether the blocks of keys before and behind the rows are the same ones; with the default window of 64 they are.
-  static bool shares_blocks(const Call& c) { return c.two_sided && 2 * c.window % BLOCK == 0; }
+  static bool shares_blocks(const Call& c) { return c.two_sided && 2 * c.window % BLOCK == 0 && !c.key_before.data; }
   Far(const Call& c, Workspace& workspace)
       : two_sided(c.two_sided),
         queries(c.query_map, workspace),
         state(c, workspace),
         weights(workspace.take(BLOCK * BLOCK)),
         value(workspace.take(BLOCK * c.e_row())),
-        combined(c, workspace) {
+        combined(c, workspace),
+        behind_out(workspace.take(c.row_behind.data ? BLOCK * c.e_row() : 0)),
+        behind_normaliser(workspace.take(BLOCK)) {
     for (int i = 0; i < (two_sided ? 3 : 1); ++i) blocks.emplace_back(c, workspace);
     for (long i = 0; two_sided && i < row_blocks(c); ++i) later_states.emplace_back(c, workspace);
     for (long i = 0; shares_blocks(c) && i < row_blocks(c); ++i) sums.emplace_back(c, workspace);
@@ -600,6 +632,8 @@ struct Far {
       sum.clear();
       if (FarKeys::any(s, first, BLOCK)) {
         blocks[0].block.read<T>(c.key, s.b, s.g, first, BLOCK, s.far());
+        blocks[0].position = first;
+        blocks[0].weigh(c.key_behind, s, (int)std::min<long>(s.keys - first, BLOCK));
         read_rows<T>(c.value, s.b, s.g, first, BLOCK, c.value_size, s.far(), value, c.e_row());
         sum.add(blocks[0].block.features, value, BLOCK);
       }
@@ -610,13 +644,15 @@ struct Far {
   }
 
   // The block of keys from a position on, rows [count, x_row]: a saved one, or else it is read over the oldest.
-  FarKeys* keys_at(const Stream& s, long from, int count, float* rows) {
+  FarKeys* keys_at(const Call& c, const Stream& s, long from, int count, float* rows, bool behind) {
     FarKeys* oldest = &blocks[0];
     for (FarKeys& block : blocks) {
-      if (block.position == from) return &block;
+      if (block.position == from && (block.behind == behind || !c.key_before.data)) return &block;
       if (block.position < oldest->position) oldest = &block;
     }
     oldest->read(s, from, count, rows);
+    oldest->behind = behind;
+    if (oldest->any()) oldest->weigh(behind ? c.key_behind : c.key_before, s, oldest->end);
     return oldest;
   }
 
@@ -625,18 +661,19 @@ struct Far {
     const long first = s.offset + start, block = start / BLOCK;
     const bool last = start + count >= length;
     if (two_sided) {  // the later block first, so that it does not overwrite the other
-      after = keys_at(s, first + c.window, BLOCK, band.key(band.before + c.window));
+      after = keys_at(c, s, first + c.window, BLOCK, band.key(band.before + c.window), true);
       after_value = band.value(band.before + c.window);
     }
-    before = keys_at(s, first - c.window, two_sided && !last ? BLOCK : count, band.key(band.before - c.window));
+    before = keys_at(c, s, first - c.window, two_sided && !last ? BLOCK : count, band.key(band.before - c.window), false);
     before_value = band.value(band.before - c.window);
     visible = has_keys ? &state : nullptr;
-    if (block < num_later_states) {  // never, where the window is not two-sided
+    visible_behind = c.row_behind.data && block < num_later_states ? &later_states[block] : nullptr;
+    if (block < num_later_states && !visible_behind) {  // never, where the window is not two-sided
       visible = has_keys ? &combined : &later_states[block];
       if (has_keys) combined.set_sum(state, later_states[block]);
     }
-    first_row = visible || (two_sided && after->any()) ? 0 : std::min(before->begin / LANES * LANES, count);
-    last_row = visible || (before->any() && before->begin < count) ? count : two_sided ? std::min(after->end, count) : 0;
+    first_row = visible || visible_behind || (two_sided && after->any()) ? 0 : std::min(before->begin / LANES * LANES, count);
+    last_row = visible || visible_behind || (before->any() && before->begin < count) ? count : two_sided ? std::min(after->end, count) : 0;
     for (FarKeys* keys : {after, before}) keys->transpose_features(std::max(keys->end, last_row), last_row - first_row);
   }
 
@@ -648,7 +685,8 @@ struct Far {
     weigh_features(c, s, h, start + first_row, last_row - first_row, part);
   }
 
-  void rows(int count, float* out, float* normaliser) {
+  // behind: factors of the first rows for keys behind them, and how far these are apart; null: they are 1.
+  void rows(int count, float* out, float* normaliser, const float* behind, long behind_row) {
     const int width = state.columns, m_row = state.rows;
     memset(normaliser, 0, count * sizeof(float));
     memset(out, 0, (size_t)std::min(first_row, count) * width * sizeof(float));
@@ -667,11 +705,27 @@ struct Far {
     } else {
       memset(to, 0, (size_t)seeing * width * sizeof(float));
     }
-    if (!two_sided || !after->any()) return;
-    const int keys = std::max(after->end, seeing);  // behind the last there are zeros
-    triangle_product(true, seeing, keys, m_row, part.features, after->block.features, after->transposed, weights);
-    add_multiply_upper(seeing, keys, weights, BLOCK, 1, after_value, width, to);
-    for (int t = 0; t < seeing; ++t) sums_to[t] += row_sum(weights + t * BLOCK, keys - 1);
+    if (!two_sided || !(after->any() || visible_behind)) return;
+    float *to_behind = behind ? behind_out : to, *sums_behind = behind ? behind_normaliser : sums_to;
+    if (behind) {
+      memset(to_behind, 0, (size_t)seeing * width * sizeof(float));
+      memset(sums_behind, 0, seeing * sizeof(float));
+      if (visible_behind) read_state(seeing, part, *visible_behind, to_behind, sums_behind);
+    }
+    if (after->any()) {
+      const int keys = std::max(after->end, seeing);  // behind the last there are zeros
+      triangle_product(true, seeing, keys, m_row, part.features, after->block.features, after->transposed, weights);
+      add_multiply_upper(seeing, keys, weights, BLOCK, 1, after_value, width, to_behind);
+      for (int t = 0; t < seeing; ++t) sums_behind[t] += row_sum(weights + t * BLOCK, keys - 1);
+    }
+    for (int t = 0; behind && t < seeing; ++t) {
+      const float factor = behind[(first_row + t) * behind_row];
+      for (int j = 0; j < width; j += LANES) {
+        float* number = to + (size_t)t * width + j;
+        store(number, load(number) + load(to_behind + (size_t)t * width + j) * factor);
+      }
+      sums_to[t] += sums_behind[t] * factor;
+    }
   }
 
   // Brings rows, which are relative to the log scales of their queries, to the near part's exponents `top`, and adds the
@@ -735,10 +789,14 @@ static int windowed(const Call& c) {
         for (long h = s.g * c.repeats(); h < (s.g + 1) * c.repeats(); ++h) {
           read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, far.queries.x_row);
           far.read_features(c, s, h, start);
-          far.rows(count, out, normaliser);
+          const Strided& factors = c.row_behind;
+          const float* behind = static_cast<const float*>(factors.data);
+          if (behind) behind += s.b * factors.batch + h * factors.head + start * factors.token;
+          far.rows(count, out, normaliser, behind, factors.token);
           const bool scaled = far.queries.map->scaled();
           if (scaled) memset(near, 0, count * sizeof(float));
-          band.exponentials(count, far.queries.x, c.scaling, false, top, scaled ? near : normaliser);
+          const Added added = Band::added(c, s.b, h, start);
+          band.exponentials(count, far.queries.x, c.scaling, false, top, scaled ? near : normaliser, added);
           if (scaled) far.rescale(count, top, near, out, normaliser);
           band.add_to(count, out);
           const size_t index = (s.b * c.heads + h) * c.length + start;

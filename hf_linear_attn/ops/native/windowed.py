@@ -6,10 +6,11 @@ from torch import Tensor
 from ..calls import Mix, WindowedCall
 from ..common import InPlaceState, State, mask_tokens
 from ..kernel_inputs import has_entries, window_entries
-from ..sinks import first_tokens, take_tokens
+from ..sinks import attend_from_sinks, end_tokens, first_tokens, take_tokens
 from ..windowed import gather_tokens
 from . import binding
 from .binding import Numbers, Tensors, differentiable, empty, output
+from .terms import term_inputs
 
 #: The entries of the state that a decoding step replaces.
 _STATE = ("kv", "k_sum", "ring_key", "ring_value", "ring_mask", "count")
@@ -29,9 +30,10 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if call.state is not None and is_kernel_step(call, call.state):
         numbers["saturation"] = 0 if mix is None or mix.saturation is None else mix.saturation
         return _step(call, call.state, {**learned, "mix": log_mix}, numbers)
-    log_mix = log_mix.float()
+    terms = {} if call.terms is None else term_inputs(call)
+    log_mix = log_mix.float() + terms.pop("mix", 0.0)
     if mix is not None and mix.saturation is not None:
-        log_mix = call.log_mixing_weights().float()
+        log_mix = call.log_mixing_weights().float() + log_mix - mix.base
         del learned["mix_weight"]
     length, mask, valid, query_index = call.query.shape[2], call.mask, None, None
     if not length:
@@ -51,6 +53,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         numbers["sinks"] = call.sinks
     elif sinks is not None:
         inputs |= {"sink_key": sinks.key, "sink_value": sinks.value, "sink_position": sinks.position}
+    inputs |= terms
     after: State = {}
     if call.needs_grad():
         out = differentiable("windowed", {**inputs, **learned}, numbers)
@@ -65,7 +68,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         binding.run("windowed", {**inputs, **learned}, outputs, numbers)
         out = outputs["out"]
     if not call.causal:
-        return out, None
+        return (out if call.terms is None else attend_from_sinks(out, call, end_tokens(call))), None
     if query_index is not None:
         out = mask_tokens(take_tokens(out, query_index), call.mask)
     if not call.return_state:
