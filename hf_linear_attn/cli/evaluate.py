@@ -16,11 +16,10 @@ VERB = Verb(
     run,
     ("model",),
     """\
-hf-linear-attn evaluate gpt2 --data.dataset mine.txt --length 4096
+hf-linear-attn evaluate gpt2 --data.dataset mine.txt --data.max_length 1024
 hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --attention hedgehog window --seeds 0 1 2
 hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --converted run0/model run1/model
-hf-linear-attn evaluate ./bert-sst2 --data.task sst2 rte=./bert-rte --attention hedgehog
-hf-linear-attn evaluate ./encoder --data.sts glue --speed.batch_size 32 --speed.dtype bfloat16
+hf-linear-attn evaluate ./encoder --sts glue --speed.batch_size 32 --speed.dtype bfloat16
 hf-linear-attn evaluate gpt2 --data.dataset mine.txt --attention elu gla --resume
 
 Every record is on disk at once. Ctrl-C stops; the same command with --resume continues.""",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config
 
 import hf_linear_attn as hla
 from hf_linear_attn import checkpoints
-from hf_linear_attn.cli import VERBS, main
+from hf_linear_attn.cli import VERBS, load_verb, main, parse_verb
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +76,17 @@ def test_the_help_of_a_verb_is_short(
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_the_examples_of_a_verb_have_its_options(verb: str) -> None:
+    for line in load_verb(verb).examples.splitlines():
+        if line.startswith(f"hf-linear-attn {verb}") and "--config" not in line:
+            parse_verb(verb, shlex.split(line)[2:])
+
+
 def test_help_of_every_verb_is_light() -> None:
     """Neither torch nor transformers is loaded before a verb runs."""
     code = (
-        "import sys; from hf_linear_attn.cli import VERBS, main\n"
+        "import sys; from hf_linear_attn.cli import VERBS, load_verb, main, parse_verb\n"
         "for arguments in (['--version'], ['--help'], *([verb, '--help'] for verb in VERBS)):\n"
         "    assert main(arguments) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
