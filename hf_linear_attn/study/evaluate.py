@@ -126,6 +126,8 @@ def evaluate(
     with open_study(output, "evaluate", settings, device=device, progress=progress, **where) as study:
         facts = held_out_facts(subject.data)
         progress.log(f"Data: {subject.data.source}: {subject.data.rows}; {inputs_text(facts)} held out")
+        for note in subject.data.notes:
+            progress.log(note)
         measured, linear = measure_quality(
             study, subject, variants_of(subject, study, attentions, config.seeds, steps, groups)
         )

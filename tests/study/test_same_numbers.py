@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from transformers import AutoTokenizer, BartForConditionalGeneration, BertForMaskedLM
@@ -22,6 +23,7 @@ CASES = {
     "causal-lm": "decoder",
     "embedding": "encoder",
     "classification": "tuned",
+    "classification, several labels": "several",
     "masked-lm": "masked",
     "seq2seq-lm": "bart",
 }
@@ -37,15 +39,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_decoder(root / "decoder")
     save_task(root / "task")
     save_text(root / "text")
+    names = {0: "warm", 1: "blue", 2: "cold"}
+    save_encoder(root / "several", head=True, id2label=names, problem_type="multi_label_classification")
+    (root / "tags").mkdir()
+    for name in ("train", "validation"):
+        table = pandas.read_csv(root / "task" / f"{name}.csv")
+        for label in ("cold", "warm"):
+            table[label] = (table["label"] == label).astype(int)
+        table["blue"] = [int("blue" in text.split()) for text in table["sentence"]]
+        table.to_csv(root / "tags" / f"{name}.csv")
     return root
 
 
-@pytest.mark.parametrize("task_type", CASES)
-def test_every_way_of_measuring_gives_the_same_number(task_type: str, folder: Path, tmp_path: Path) -> None:
-    model, out = str(folder / CASES[task_type]), tmp_path / "out"
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_of_measuring_gives_the_same_number(case: str, folder: Path, tmp_path: Path) -> None:
+    model, out, task_type = str(folder / CASES[case]), tmp_path / "out", case.partition(",")[0]
     columns = {"classification": ("sentence",), "seq2seq-lm": ("sentence", "label")}.get(task_type, ("text",))
     source = folder / "text" / "text.txt" if columns == ("text",) else folder / "task"
     data: dict[str, Any] = {"dataset": str(source), "text_columns": columns, "max_length": 16}
+    if case != task_type:
+        data |= {"dataset": str(folder / "tags"), "label_column": ("blue", "cold", "warm")}
     hla.convert(
         model=model,
         output=str(out),
@@ -70,8 +83,9 @@ def test_every_way_of_measuring_gives_the_same_number(task_type: str, folder: Pa
     assert dict(converted) == dict(result.final)
     # By hand: the rows, the metric of their kind, the model.
     kind, tokenizer = KINDS[task_type], AutoTokenizer.from_pretrained(model)
-    rows = load_task_data(task_type, tokenizer, DataConfig(**data), seed=3)
     teacher, _ = load_checkpoint(model, kind.model_class, dtype=torch.float32)
+    head = teacher.config if task_type == "classification" else None
+    rows = load_task_data(task_type, tokenizer, DataConfig(**data), seed=3, head=head)
     metric = kind.metric(rows, teacher)
     assert metric(teacher) == dict(result.scores.teacher)
     assert metric(load_checkpoint(str(out / "model"), kind.model_class)[0]) == dict(result.final)
