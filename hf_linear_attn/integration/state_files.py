@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zlib
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,15 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a digest of what the states of a model depend on, patched or not: where it differs, so may the states."""
-    return hashlib.blake2b(json.dumps(_describe(model), sort_keys=True).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
+    samples: dict[Any, list[Tensor]] = {}
+    for name, tensor in _weights(model):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        samples.setdefault((tensor.dtype, tensor.device), []).append(_sample(tensor))
+    for parts in samples.values():  # joined, as each call of torch takes microseconds
+        digest.update(torch.cat(parts).cpu().view(torch.uint8).numpy().tobytes())
+    digest.update(json.dumps(_identity(model), sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def _linear_layers(model: PreTrainedModel) -> set[int]:
@@ -134,8 +143,12 @@ def _linear_layers(model: PreTrainedModel) -> set[int]:
 
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what identifies a model: class, linear attention, rotary scaling, adapters, and checksums of weights."""
-    buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
+    """Return what identifies a model, with checksums of its weights."""
+    return {**_identity(model), "weights": {name: _checksum(tensor) for name, tensor in _weights(model)}}
+
+
+def _identity(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what identifies a model besides its weights: class, linear attention, rotary scaling and adapters."""
     return {
         "class": base_class(type(model)).__name__,
         "linear attention": config_fields(model)[CONFIG_FIELD],
@@ -144,17 +157,25 @@ def _describe(model: PreTrainedModel) -> dict[str, Any]:
             [name, list(part.active_adapters), bool(part.disable_adapters), list(part.merged_adapters)]
             for name, part in adapter_parts(model)
         ],
-        "weights": {
-            name: _checksum(tensor)
-            for name, tensor in chain(model.named_parameters(), buffers)
-            if not tensor.is_meta and type(tensor.data) is Tensor
-        },
     }
 
 
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the parameters and our buffers that are neither offloaded nor quantized."""
+    buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
+    for name, tensor in chain(model.named_parameters(), buffers):
+        if not tensor.is_meta and type(tensor.data) is Tensor:
+            yield name, tensor.detach()
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return some 64 numbers of a tensor."""
+    return tensor.flatten()[:: max(1, tensor.numel() // 64)]
+
+
 def _checksum(tensor: Tensor) -> str:
-    """Return a checksum of the shape, the dtype and some 64 numbers of a tensor."""
-    some = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].contiguous().cpu()
+    """Return a checksum of the shape, the dtype and some numbers of a tensor."""
+    some = _sample(tensor).contiguous().cpu()
     return f"{tuple(tensor.shape)} {tensor.dtype} {zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x}"
 
 

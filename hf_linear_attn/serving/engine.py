@@ -225,8 +225,18 @@ class Engine:
         reading = [] if self._reading is None else [self._reading.request]
         return [*self._waiting, *reading, *self.running]
 
-    @torch.no_grad()
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            logger.exception("The engine has ended.")
+            with self._changed:
+                self._closing = True
+            for request in self._all_requests():
+                request.finish("error", error)
+
+    @torch.no_grad()
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while not self._all_requests() and not self._closing:

@@ -214,6 +214,19 @@ def test_a_step_that_fails_ends_its_rows_and_not_the_engine() -> None:
         assert running.is_alive()
 
 
+def test_an_engine_that_ends_by_an_error_leaves_nobody_waiting(model: Any) -> None:
+    def failing() -> None:
+        raise MemoryError("of this test")
+
+    with engine(model) as running:
+        running._drop_cancelled = failing  # type: ignore[method-assign]
+        with pytest.raises(MemoryError, match="of this test"):
+            running.submit(prompts()[2]).result()
+        with pytest.raises(RuntimeError, match="closed"):
+            running.submit(prompts()[2])
+        assert not running.is_alive()
+
+
 def test_an_answer_ends_where_the_model_has_no_more_positions(model: Any) -> None:
     with engine(model) as running:  # 96 positions
         request = running.submit(prompts((90,))[0], do_sample=False, max_new_tokens=60)
