@@ -89,8 +89,8 @@ def test_python_runs_and_prints_what_it_says(name: str, tmp_path: Path, monkeypa
         if block.mark == "needs the Hub":
             pytest.skip(f"{name} needs the Hub")
         if block.mark.startswith("needs "):
-            package = block.mark.removeprefix("needs ")
-            pytest.importorskip(package, reason=f"{name} needs {package}")
+            package, _, version = block.mark.removeprefix("needs ").partition(">=")
+            pytest.importorskip(package, version or None, reason=f"{name} {block.mark}")
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(block.body, name, "exec", dont_inherit=True), namespace)

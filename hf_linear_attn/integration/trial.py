@@ -34,7 +34,7 @@ from ..ops.native.build import BuildError, cache_folder
 from ..utils.files import atomic_write
 from ..utils.models import accepted, shared_copy
 from .cache_argument import cache_argument, output_cache, takes_cache
-from .context import SUBMODULE, is_patched
+from .context import is_patched
 from .discovery import AttentionLayer, find_attention
 from .install import build_mechanisms, choose_layers, install_layers, installed_layers, remove_layers
 from .models import base_class, parent_names
@@ -274,8 +274,7 @@ def _patch(twin: PreTrainedModel, names: Sequence[str]) -> set[str]:
     install_layers([twin], planned, build_mechanisms(twin, planned, None))
     reached: set[str] = set()
     for name in names:
-        mechanism = twin.get_submodule(f"{name}.{SUBMODULE}")
-        mechanism.register_forward_hook(lambda *_, name=name: reached.add(name))
+        twin.get_submodule(name).register_forward_hook(lambda *_, name=name: reached.add(name))
     return reached
 
 
@@ -288,6 +287,7 @@ def _run_exactly(twin: PreTrainedModel, candidates: Sequence[str]) -> tuple[Any,
             outputs = {}
             for way, run in WAYS.items():
                 try:
+                    torch.manual_seed(0)  # Some models draw numbers, such as which patches they hide.
                     outputs[way] = run(subject, inputs)
                 except Exception as error:  # noqa: BLE001  (a model may raise anything on inputs that it does not expect)
                     problem = f"the exact model raises {type(error).__name__}: {error}"
@@ -318,6 +318,7 @@ def _tokens(model: Any) -> Tensor:
 
 def _compare(way: str, subject: Any, inputs: Inputs, expected: list[Tensor]) -> str:
     """Return "" where a patched model gives the exact outputs, else the difference."""
+    torch.manual_seed(0)
     try:
         actual = WAYS[way](subject, inputs)
     except NotImplementedError as error:

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.cache_argument import cache_argument, output_cache, takes_cache
-from hf_linear_attn.integration.context import SUBMODULE
 from hf_linear_attn.integration.discovery import find_attention
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.integration.model_class import base_class
@@ -433,8 +432,8 @@ def _architectures_reached(model: PreTrainedModel) -> set[str]:
     reached: set[str] = set()
     modules = dict(model.named_modules())
     for layer in patched_layers(model):
-        name, mechanism = architecture_name(layer, modules), layer.module.get_submodule(SUBMODULE)
-        mechanism.register_forward_hook(lambda *_, name=name: reached.add(name))
+        name = architecture_name(layer, modules)
+        layer.module.register_forward_hook(lambda *_, name=name: reached.add(name))
     return reached
 
 

@@ -13,6 +13,7 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.cache_argument import cache_argument
 from hf_linear_attn.registry import ATTENTIONS
 from tests.cases import entries, serves
 from tests.comparing import Snapshot, assert_close, relative_error
@@ -146,16 +147,15 @@ def test_serving_is_declared():
     assert all(serves(ATTENTIONS.get(name), causal) for name in BOTH for causal in (False, True))
 
 
-@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 def test_a_cache_for_self_attention_alone_is_refused():
     """That of cross-attention would come into it, as in the exact model, whose outputs are wrong then."""
     model = hla.patch_model(bart(), "hedgehog")
     inputs = {"input_ids": token_ids(2, 15), "decoder_input_ids": token_ids(2, 8, seed=1)}
     with pytest.raises(ValueError, match=r"Pass the model EncoderDecoderCache\(DynamicCache\(\), DynamicCache\(\)\)"):
-        model(**inputs, past_key_values=DynamicCache(), use_cache=True)
+        model(**inputs, **cache_argument(model, DynamicCache()), use_cache=True)
     with torch.no_grad():
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        cached = model(**inputs, past_key_values=cache, use_cache=True).logits
+        cached = model(**inputs, **cache_argument(model, cache), use_cache=True).logits
         assert_close(cached, model(**inputs, use_cache=False).logits)
 
 

@@ -20,6 +20,7 @@ from transformers import (
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.adapters.base import last_bucket
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.discovery import find_attention, self_attention
 from hf_linear_attn.integration.exact import exact_attention, observe_attention
 from tests.architectures.inputs import find_inputs, tokens
@@ -144,10 +145,10 @@ def test_tokens_pieces_and_left_padding_are_those_of_the_exact_model(model_type,
                 ids[:, now],
                 attention_mask=mask[:, : start + size],
                 position_ids=positions[:, now],
-                past_key_values=past,
+                **cache_argument(patched, past),
                 use_cache=True,
             )
-            past, start = out.past_key_values, start + size
+            past, start = output_cache(out), start + size
             parts.append(out.logits)
     actual = torch.cat(parts, dim=1)
     tolerance = 0.05 if plan == "int8" else 1e-5
@@ -228,8 +229,8 @@ def test_t5_decodes_with_a_cache_as_its_exact_model_does(exact):
     for size in (1, 5, 1, 1, 8, 1, 1):
         now = {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, start : start + size]}
         with torch.no_grad():
-            out = patched(**now, past_key_values=past, use_cache=True)
-        past, start = out.past_key_values, start + size
+            out = patched(**now, **cache_argument(patched, past), use_cache=True)
+        past, start = output_cache(out), start + size
         parts.append(out.logits)
     assert relative_difference(torch.cat(parts, dim=1), wanted) < 1e-5
     settings = {"max_new_tokens": 7, "do_sample": False, "decoder_start_token_id": 1, "num_beams": 2}
