@@ -50,7 +50,7 @@ LENGTH, PADDING = 12, 4
 CUTS = (0, 1, 8, 11, LENGTH)
 #: The first layers of a stack that run, at least.
 LEAST_LAYERS = 2
-WINDOW = {"attention": "window", "window_size": 64}
+WINDOW = {"attention": "window", "window_size": 64, "feature_map": "hedgehog"}
 #: Largest `‖a - b‖ / ‖b‖` of outputs by the coarsest dtype of the weights; other dtypes are those of quantized weights.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 3e-2}
 COARSE = 1e-1
