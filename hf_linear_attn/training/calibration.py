@@ -120,15 +120,40 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`, `batches` is one batch alone, or `max_length` is no integer.
-        ValueError: The model is not patched, there are no batches, or `max_length` is not positive.
+        ValueError: The model is not patched, there are no batches, they are no dicts of tensors, no row is longer than
+            what is attended to exactly, or `max_length` is not positive.
     """
     check_patched(model)
     refuse_single_batch(batches)
     rows = list(batches)
     if not rows:
         raise ValueError("There are no batches to calibrate on.")
+    for row in rows:
+        if not isinstance(row, Mapping) or not isinstance(row.get("input_ids", torch.empty(0)), Tensor):
+            raise ValueError(
+                f"batches has a {type(row).__name__}. Pass dicts of tensors, as the tokenizer returns them: "
+                '[tokenizer(texts, padding=True, return_tensors="pt")].'
+            )
     if max_length is not None:
         check_max_length(max_length)
+    result, could_fit = _fit(model, rows, max_length)
+    if could_fit and not len(result.table):
+        exact = max(module.linear_attention.exact_length or 0 for module in patched_modules(model).values())
+        raise ValueError(
+            f"No row has a token outside of what is attended to exactly ({exact:,} tokens), so there is nothing to "
+            "fit. Give longer rows, such as whole documents, or patch the model with a smaller window_size."
+        )
+    return result
+
+
+@torch.no_grad()
+def calibrate_rows(model: PreTrainedModel, rows: list[Batch], max_length: int | None = None) -> Calibration:
+    """Fit the start of each patched layer as `calibrate` does; rows that are too short for that change nothing."""
+    return _fit(model, rows, max_length)[0]
+
+
+def _fit(model: PreTrainedModel, rows: list[Batch], max_length: int | None) -> tuple[Calibration, bool]:
+    """Return what `calibrate` does, and whether any layer has a part that longer rows could have been fitted to."""
     layers = {id(one): _Layer(index, one.linear_attention) for index, one in patched_modules(model).items()}
     fitted, mixed = ({key: x for key, x in layers.items() if getattr(x, name)} for name in ("fits_keys", "has_mix"))
     needs_head = model.config.is_encoder_decoder or is_sharded(model)
@@ -148,7 +173,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
         for layer in layers.values():
             for parameter in layer.linear.parameters():
                 torch.distributed.broadcast(parameter.data, 0)
-    return Calibration(pd.DataFrame(table, columns=["layer", "head", "exact", "calibrated"]))
+    return Calibration(pd.DataFrame(table, columns=["layer", "head", "exact", "calibrated"])), bool(fitted or mixed)
 
 
 def calibrate_untrained(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
@@ -164,7 +189,7 @@ def calibrate_untrained(model: PreTrainedModel, batches: Iterable[Batch]) -> Non
         shared = [[{name: tensor.cpu() for name, tensor in batch.items()} for batch in chosen]]
         torch.distributed.broadcast_object_list(shared, 0)
         chosen = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in shared[0]]
-    calibrate(model, chosen)
+    calibrate_rows(model, chosen)
 
 
 def leading_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:

@@ -27,7 +27,7 @@ from ..patching import is_patched, patch_model
 from ..registry import ATTENTIONS, seed_options
 from ..utils.models import Batch, frozen, model_inputs, shared_copy
 from ..utils.options import check_argument
-from .calibration import CALIBRATION_TOKENS, calibrate, leading_batches
+from .calibration import CALIBRATION_TOKENS, calibrate_rows, leading_batches
 from .losses import exact_outputs, model_losses
 from .transfer import exact_length, longest_row
 
@@ -239,7 +239,7 @@ def find_exact_heads(
         reason = f"All rows have at most {limit} tokens, which the mechanism attends to exactly: gains say nothing."
         warnings.warn(f"{reason} Pass longer rows, or narrow what is exact.", stacklevel=2)
     else:
-        calibrate(gated, leading_batches(batches, CALIBRATION_TOKENS))
+        calibrate_rows(gated, leading_batches(batches, CALIBRATION_TOKENS))
     heads = GatedHeads(gated)
     heads.gates = {
         layer: torch.tensor([float(head in chosen.get(layer, ())) for head in range(count)], requires_grad=True)

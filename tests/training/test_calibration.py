@@ -19,6 +19,7 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training import calibration
+from tests.inputs import token_ids
 from tests.slow_cases import slow_rows
 from tests.tiny_models import BERT, LLAMA, MAX_LENGTH, VOCABULARY, Family
 
@@ -283,4 +284,23 @@ def test_what_cannot_be_calibrated_is_an_error() -> None:
         hla.calibrate(model, [])
     with pytest.raises(ValueError, match="max_length must be a positive integer, got 0"):
         hla.calibrate(model, rows(), max_length=0)
-    assert not len(hla.calibrate(model, rows()).table)  # all rows lie within the windows
+    with pytest.raises(ValueError, match="Give longer rows, such as whole documents"):
+        hla.calibrate(model, rows())  # all rows lie within the windows
+
+
+@pytest.mark.parametrize("batches", [["a text"], "a text", [torch.ones(1, 9)], [{"input_ids": [[1, 2, 3]]}]], ids=str)
+def test_texts_and_lists_are_no_batches(batches):
+    with pytest.raises(ValueError, match=r'Pass dicts of tensors, .* padding=True, return_tensors="pt"'):
+        hla.calibrate(hla.patch_model(LLAMA.build(), "window"), batches)
+
+
+@pytest.mark.parametrize("family", [LLAMA, BERT], ids=str)
+def test_rows_without_a_token_outside_of_the_window_are_refused(family):
+    """A window of 4 with 2 sinks at either end that holds one; nothing has changed then."""
+    model = hla.patch_model(family.build(), "window", window_size=4, sink_tokens=2)
+    limit = max(module.exact_length for module in model.modules() if hasattr(module, "exact_length"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"\({limit} tokens\), so there is nothing to fit\. Give longer rows"):
+        hla.calibrate(model, [{"input_ids": token_ids(2, limit)}])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert len(hla.calibrate(model, [{"input_ids": token_ids(2, limit + 4)}]).table)
