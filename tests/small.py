@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape, FeatureMap
 from hf_linear_attn.mechanisms import AttentionInputs, LinearAttention
+from hf_linear_attn.mechanisms.window import is_unfitted
 from hf_linear_attn.ops.int8 import to_dtype
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, build_options
+from tests.inputs import token_ids
 from tests.tiny_models import Family
 
 #: Options that make a mechanism approximate on a handful of tokens, by option name: whatever has one gets it.
@@ -51,14 +53,37 @@ def attentions(model: PreTrainedModel) -> list[str]:
     return [layer.attention for layer in hla.patch_report(model).layers]
 
 
-def randomize_learned(model: nn.Module) -> Any:
-    """Move learned parameters off their symmetric start (equal heads, zero biases), in place."""
+def open_far_part(model: nn.Module) -> Any:
+    """Let what is outside of the windows weigh as much as it would, in place: in decoders it begins with nothing."""
+    for module in model.modules():
+        if is_unfitted(module):  # type: ignore[arg-type]
+            module.log_mix.data.zero_()  # type: ignore[operator,union-attr]
+    return model
+
+
+def randomize_learned(model: nn.Module, scale: float = 0.1) -> Any:
+    """Move learned parameters off their start (equal heads, zero biases, a far part that is closed), in place."""
+    open_far_part(model)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         if "linear_attention" in name:
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data += (0.1 * noise * parameter.abs().max().clamp(min=0.1)).to(parameter.dtype)
+            parameter.data += (scale * noise * parameter.abs().max().clamp(min=0.1)).to(parameter.dtype)
     return model
+
+
+def far_token_counts(model: PreTrainedModel, layers: int = 2, window: int = 4, sinks: int = 2) -> bool:
+    """Return whether the last output of a decoder depends on a token that no chain of its windows reaches.
+
+    A token reaches `window - 1` tokens further in each layer, and sinks are seen from everywhere.
+    """
+    length = sinks + 2 + layers * (window - 1) + 2
+    ids = token_ids(1, length)
+    changed = ids.clone()
+    changed[:, sinks + 1] = changed[:, sinks + 1] % 50 + 3
+    with torch.no_grad():
+        before, after = (model(tokens, use_cache=False).logits[:, -1] for tokens in (ids, changed))
+    return bool((before - after).abs().max() > 1e-4 * before.abs().max())
 
 
 def on_the_grid(model: Any) -> Any:

@@ -22,7 +22,7 @@ from hf_linear_attn.registry import ATTENTIONS
 from tests.cases import every_pair
 from tests.comparing import logits
 from tests.inputs import token_ids
-from tests.small import patch_small, patched, small_options
+from tests.small import open_far_part, patch_small, patched, small_options
 from tests.tiny_models import DECODERS, LLAMA
 
 CPU = torch.device("cpu")
@@ -171,10 +171,14 @@ def test_patched_without_memory_and_filled_from_a_checkpoint(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["window", {"default": "hedgehog", "0": "softmax"}], ids=["linear", "mixture"])
+@pytest.mark.parametrize(
+    "plan",
+    [{"default": {"attention": "window", "window_size": 4}}, {"default": "hedgehog", "0": "softmax"}],
+    ids=["linear", "mixture"],
+)
 def test_a_checkpoint_larger_than_memory(plan, tmp_path):
     """Built without memory, then read from its files in shards: half of it stays on the disk, buffers too."""
-    model = hla.patch_model(LLAMA.build(), plan)
+    model = open_far_part(hla.patch_model(LLAMA.build(), plan))
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     with init_empty_weights():

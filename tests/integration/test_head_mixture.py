@@ -20,7 +20,7 @@ from tests.inputs import padded_batch, token_ids
 from tests.integration.packed import as_ids, packed, unpacked_logits
 from tests.integration.test_peft import lora
 from tests.slow_cases import long
-from tests.small import patch_small, randomize_learned
+from tests.small import open_far_part, patch_small, randomize_learned
 from tests.tiny_models import BERT, DECODERS, FAMILIES, LLAMA, Family, saved_and_loaded
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -170,7 +170,7 @@ def test_adapters(family: Family, tmp_path: Any) -> None:
     base = family.build()
     weights = {key: tensor.clone() for key, tensor in base.state_dict().items()}
     settings = {"window_size": 4, "exact_heads": [1]}
-    model = get_peft_model(hla.patch_model(base, "window", **settings), lora(family))
+    model = get_peft_model(open_far_part(hla.patch_model(base, "window", **settings)), lora(family))
     expected = logits(model.eval(), token_ids())
     model.save_pretrained(tmp_path)
     other = family.build()

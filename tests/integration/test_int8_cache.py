@@ -16,7 +16,7 @@ from hf_linear_attn.streaming import cache_bytes, read_stream
 from tests.comparing import NEW, assert_close, generate, logits, relative_error
 from tests.inputs import padded_batch, token_ids
 from tests.slow_cases import long
-from tests.small import on_the_grid, randomize_learned
+from tests.small import on_the_grid, open_far_part, randomize_learned
 from tests.tiny_models import BERT, GPT2, LLAMA, Family
 
 EITHER = pytest.mark.parametrize("family", [LLAMA, GPT2], ids=str)
@@ -130,7 +130,7 @@ def test_a_state_in_a_file_continues_bit_equally(dtype: torch.dtype, tmp_path: A
 def test_streams_and_unpatching(family: Family) -> None:
     model, ids = family.build(), token_ids(1, 50)
     expected = logits(model, ids)
-    hla.patch_model(model, "window", window_size=4, exact_heads=[1], cache_dtype="int8")
+    open_far_part(hla.patch_model(model, "window", window_size=4, exact_heads=[1], cache_dtype="int8"))
     losses = [piece.output.logits for piece in read_stream(model, ids[0].tolist(), chunk_length=8)]
     assert relative_error(torch.cat(losses, dim=1), logits(model, ids)) < 5e-2
     rounded = on_the_grid(build(family))
@@ -172,7 +172,7 @@ def test_other_caches() -> None:
 )
 def test_a_quantized_cache_of_transformers_rounds_the_layers_that_are_exact_as_a_whole(tmp_path: Any) -> None:
     plan = {"default": {"attention": "window", "window_size": 4, "cache_dtype": "int8"}, "0": "softmax"}
-    model, ids = hla.patch_model(LLAMA.build(), plan), token_ids(2, 40)
+    model, ids = open_far_part(hla.patch_model(LLAMA.build(), plan)), token_ids(2, 40)
     expected = logits(model, ids)
     cache, start = QuantizedCache("fp8", model.config), 0
     for length in (20, 6, *[1] * 14):

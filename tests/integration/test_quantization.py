@@ -13,7 +13,7 @@ from hf_linear_attn.integration.cache_argument import cache_argument, output_cac
 from tests.cases import every_pair
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
-from tests.small import patched
+from tests.small import open_far_part, patched
 from tests.tiny_models import BERT, LLAMA
 
 #: int8 keeps 7 bits of each weight; random weights magnify what that changes (favor up to 0.44, the others up to 0.1).
@@ -104,7 +104,7 @@ def test_quantized_then_patched_saved_and_unpatched(kind, family, tmp_path):
     family.build().save_pretrained(tmp_path / "exact")
     model = AUTO[family].from_pretrained(tmp_path / "exact", quantization_config=config)
     before = logits(model, token_ids())
-    hla.patch_model(model, "window", window_size=4)
+    open_far_part(hla.patch_model(model, "window", window_size=4))
     weights = [weight for name, weight in model.named_parameters() if "linear_attention" in name]
     assert {weight.dtype for weight in weights} == {torch.float32}
     model.save_pretrained(tmp_path / "patched")

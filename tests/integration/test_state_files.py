@@ -43,7 +43,7 @@ def test_a_saved_state_continues_bit_equally(name, family, tmp_path):
 
 
 PLANS = {
-    "mixture": {"default": "window", "0": "softmax"},
+    "mixture": {"default": {"attention": "window", "window_size": 4}, "0": "softmax"},
     "exact heads": {"default": {"attention": "window", "window_size": 4, "exact_heads": [1]}},
     "mixture in reverse": {"default": "hedgehog", "1": "softmax"},
 }
