@@ -85,6 +85,7 @@ TIME_SERIES = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1,
 IMAGE_TOKEN = {"vocabulary_map": {"<image>": 4}}
 SMALL_HEADS = {"head_dim": HEAD_DIM}
 ONE_GROUP_OF_EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True}
 #: Model type -> fields that are set after the general rules.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), TIME_SERIES),
@@ -92,6 +93,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "emu3": IMAGE_TOKEN,
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral", "mistral4"), SMALL_HEADS),
     "deepseek_v2": ONE_GROUP_OF_EXPERTS,
+    # As all released checkpoints have it.
+    "deberta": DISENTANGLED,
+    "deberta-v2": {**DISENTANGLED, "position_buckets": 16, "max_relative_positions": 40, "norm_rel_ebd": "layer_norm"},
     "dots1": {**ONE_GROUP_OF_EXPERTS, "n_shared_experts": 1},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 3},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},

@@ -301,7 +301,7 @@ def examine(case: Case, mechanisms: Sequence[str] = ("elu",)) -> list[Result]:
         try:
             if model is None:
                 model, level, inputs = build(case)
-            if any(layer.terms for layer in find_attention(model)):
+            if any(layer.terms for layer in find_attention(model) if layer.span == "full"):
                 result.attention = FOR_TERMS
             result.class_name, result.level = type(model).__name__, level
             result.parameters = sum(tensor.numel() for tensor in model.parameters())
