@@ -190,7 +190,7 @@ def test_a_model_of_windows_alone_has_nothing_to_convert(folder: Path, tmp_path:
 @pytest.mark.parametrize("row_length", [160, *long(256)])
 def test_a_budget_of_recall_is_measured_and_verified(row_length: int, folder: Path, tmp_path: Path) -> None:
     """A model of random weights that is taken for one that answers, by a score that is replaced."""
-    paragraphs = [" ".join(["alpha", "beta", "gamma"] * 60)] * 20
+    paragraphs = [" ".join(["alpha", "beta", "gamma"] * 60)] * 40
     (tmp_path / "text.txt").write_text("\n\n".join(paragraphs))
     save_checkpoint(tmp_path / "decoder", "llama", max_position_embeddings=512)
     data = DataConfig(dataset=str(tmp_path / "text.txt"), max_length=row_length)
