@@ -82,7 +82,7 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
 
     Returns:
         The cache, for a forward pass of the tokens after it, or for `generate` with all tokens, the saved ones
-        included. (The argument is `cache`; `past_key_values` before Transformers 5.24.)
+        included.
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`.

@@ -118,3 +118,10 @@ def test_a_crash_or_an_endless_case_is_a_result() -> None:
     assert (crashed.outcome, crashed.detail) == (WRONG, "the process ended with exit code 11")
     (endless,) = examine_isolated("vit", run_forever, seconds=0.5)
     assert (endless.outcome, endless.detail) == (UNBUILT, "takes longer than 0.5 s")
+
+
+def test_a_check_that_no_longer_applies_is_lost() -> None:
+    saved = {"checks": {"n/a": ["generate"], "refused": ["cache"]}}
+    checks = {"decode by token": "n/a: forward takes no cache", "generate": "n/a: it does not", "backward": "passed"}
+    assert lost_checks(Result("llama", "elu", checks=checks), saved) == ["decode by token n/a: forward takes no cache"]
+    assert lost_checks(Result("llama", "elu", checks=checks), {}) != []
