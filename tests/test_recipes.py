@@ -134,7 +134,7 @@ def test_a_trained_tokenizer_reads_any_text(folder: Path, tmp_path: Path) -> Non
         (["MODEL"], 1, "not both"),
         (["--model_type", "gpt3"], 1, "gpt3"),
         (["--train_tokenizer", "100"], 2, "--train_tokenizer: must be a whole number of at least 257"),
-        (["--train_tokenizer", "null"], 1, "train_tokenizer"),
+        (["--train_tokenizer", "null"], 2, "train_tokenizer"),
         (["--config_overrides.n_layers", "2"], 1, "n_layers"),
     ],
 )

@@ -291,7 +291,11 @@ def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tm
         ("gpt2", {"dataset": "TEXT", "attention": ("softmax",)}, "always measured"),
         ("gpt2", {"dataset": "TEXT", "sts": "GLUE"}, "^sts: .* this is a causal language model"),
         ("gpt2", {"dataset": "TEXT", "metrics": ("f1",)}, "data.metrics: is for classification"),
-        ("gpt2", {"dataset": "TEXT", "max_length": 4096}, "and GPT2LMHeadModel has positions for"),
+        (
+            "gpt2",
+            {"dataset": "TEXT", "max_length": 200, "validation_size": 0.4},
+            "and GPT2LMHeadModel has positions for",
+        ),
         ("gpt2", {"dataset": "TEXT", "device": "toaster"}, "toaster"),
         ("gpt2", {"dataset": "TEXT", "recall_lengths": (160, 4096)}, "beyond the model's"),
         ("gpt2", {"dataset": "TEXT", "recall_lengths": (16,)}, "^recall_lengths: .* of at least 32"),

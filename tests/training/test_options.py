@@ -49,7 +49,7 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
             shown = name.rpartition(".")[2] if hidden else f"--{name} "
             assert shown in text or name == "model"
     assert ("(default: window)" in text) is (verb == "convert")
-    assert "--task_type {classification,causal-lm,masked-lm,embedding}" in text
+    assert "--task_type {classification,causal-lm,masked-lm,embedding,seq2seq-lm}" in text
     assert "(default: None)" not in text
     assert "(default: 512 2048)" in text
 
