@@ -33,6 +33,7 @@ from ..mechanisms.softmax import EXACT
 from ..ops.native.build import BuildError, cache_folder
 from ..utils.files import atomic_write
 from ..utils.models import accepted, shared_copy
+from ..version import __version__
 from .cache_argument import cache_argument, output_cache, takes_cache
 from .context import is_patched
 from .discovery import AttentionLayer, find_attention
@@ -156,10 +157,11 @@ def _verdict(root: PreTrainedModel, candidates: Sequence[str], names: Sequence[s
 def _verdict_file(root: PreTrainedModel, names: Sequence[str]) -> Path | None:
     """Return the file of a verdict, by all that it may depend on but for the weights; None where it cannot be kept.
 
-    That is the version of Transformers, the files with the classes around the layers, and the switches of their config.
+    Those are the versions of this package and of Transformers, the files with the classes around the layers, and the
+    switches of their config.
     """
     modules = dict(root.named_modules())
-    parts = [transformers.__version__, *names]
+    parts = [__version__, transformers.__version__, *names]
     classes = {base_class(type(modules[part])) for name in names for part in (name, *parent_names(name))}
     try:
         for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)):
