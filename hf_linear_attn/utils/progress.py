@@ -35,7 +35,9 @@ class Progress:
 
 
 class ConsoleProgress(Progress):
-    """A bar with the time left on a rich console, below the results. Used as a context manager.
+    """A bar with the time left on a rich console, below the results; in a log a line every minute without another.
+
+    It is used as a context manager.
 
     Args:
         console: The console; None: stdout.
@@ -53,13 +55,27 @@ class ConsoleProgress(Progress):
         columns = (description, BarColumn(bar_width=12), MofNCompleteColumn(), left, TextColumn("left"))
         self._bar = Progress(*columns, console=self.console, transient=True, expand=True)
         self._task = self._bar.add_task("", total=None)
+        self._last, self._ends = time.monotonic(), threading.Event()
+        self._reminder = threading.Thread(target=self._remind, daemon=True)
 
     def __enter__(self) -> ConsoleProgress:
         self._bar.start()
+        if not self.console.is_terminal:
+            self._reminder.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._ends.set()
+        if self._reminder.is_alive():
+            self._reminder.join()
         self._bar.stop()
+
+    def _remind(self) -> None:
+        while not self._ends.wait(1.0):
+            task = self._bar.tasks[0]
+            if task.description and time.monotonic() - self._last >= LINE_SECONDS:
+                count = "" if task.total is None else f", {task.completed:,.0f} of {task.total:,.0f}"
+                self.log(f"... {task.description}{count}")
 
     def status(self, message: str, done: int = 0, total: int | None = None) -> None:
         """Show what is being done. A smaller `done` or another `total` begins a stage, with times of its own."""
@@ -70,6 +86,7 @@ class ConsoleProgress(Progress):
 
     def log(self, message: str) -> None:
         """Print a line above the bar."""
+        self._last = time.monotonic()
         print_line(self.console, message)
 
     def table(self, frame: pandas.DataFrame) -> None:

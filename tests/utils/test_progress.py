@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
+from hf_linear_attn.utils import progress
 from hf_linear_attn.utils.progress import ConsoleProgress, LineProgress
 
 
@@ -45,3 +47,17 @@ def test_an_error_ends_what_is_being_done() -> None:
     with pytest.raises(ValueError, match="in between, while measuring speed"), progress.working("measuring speed"):
         raise ValueError(f"in between, {progress.doing}")
     assert progress.doing == "between two stages"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_log_gets_a_line_every_minute_and_a_terminal_a_bar(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    with ConsoleProgress(Console(file=stream, width=80, force_terminal=is_terminal)) as screen:
+        screen.status("timing window", 3, 9)
+        deadline = time.monotonic() + (0.0 if is_terminal else 20.0)
+        while "... timing window, 3 of 9" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert ("... timing window, 3 of 9\n" in stream.getvalue()) != is_terminal
