@@ -80,7 +80,7 @@ def test_a_decoder_continues_from_its_state(checkpoint, architecture, name, form
     for stop in (14, *range(15, 116)):
         inputs = {"input_ids": tokens[:, start:stop], "position_ids": positions[:, start:stop]}
         runner = loaded.runners["prefill" if start == 0 else "decode"]
-        output = runner(**inputs, attention_mask=mask[:, :stop], **cache_argument(runner, cache))
+        output = runner(**inputs, attention_mask=mask[:, :stop], **cache_argument(model, cache))
         cache, start = output_cache(output), stop
         assert_close(output.logits[:, -1], expected[:, stop - 1])
     assert int(cache.get_seq_length()) == 115
@@ -119,7 +119,7 @@ def test_a_decoder_with_exact_heads_goes_on_with_any_number_of_rows():
         for start, stop in ((0, prompt), *((start, start + 1) for start in range(prompt, 9))):
             inputs = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids")}
             runner = exported.runners["prefill" if start == 0 else "decode"]
-            output = runner(**inputs, attention_mask=batch["attention_mask"][:, :stop], **cache_argument(runner, cache))
+            output = runner(**inputs, attention_mask=batch["attention_mask"][:, :stop], **cache_argument(model, cache))
             cache = output_cache(output)
             real = batch["attention_mask"][:, stop - 1].bool()
             assert_close(output.logits[real, -1], expected[real, stop - 1])
