@@ -18,6 +18,7 @@ import os
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,12 @@ def architecture_name(layer: AttentionLayer, modules: dict[str, nn.Module]) -> s
 
 
 def is_listed(layer: AttentionLayer, modules: dict[str, nn.Module]) -> bool:
-    """Return whether the table lists a layer's architecture, all of whose classes are Transformers' own."""
-    return not _is_foreign(layer, modules) and architecture_name(layer, modules) in _table()
+    """Return whether the table lists a layer's architecture, all of whose classes are Transformers' own.
+
+    A flag that a user sets on a module gives it the other direction, for masks too, which exact attention does not.
+    """
+    names = {architecture_name(replace(layer, causal=causal), modules) for causal in (True, False)}
+    return not _is_foreign(layer, modules) and not names.isdisjoint(_table())
 
 
 def _is_foreign(layer: AttentionLayer, modules: dict[str, nn.Module]) -> bool:

@@ -172,7 +172,8 @@ def test_one_bidirectional_pass_may_make_a_cache_but_not_continue_it():
             language(tokens(3), **cache_argument(language, output_cache(first)))
 
 
-def test_refusals_at_run_time_name_the_layer():
+def test_refusals_at_run_time_name_the_layer(monkeypatch):
+    monkeypatch.setenv("HF_LINEAR_ATTN_SKIP_TRIAL", "1")  # None of its sizes is that of one square image.
     model = hla.patch_model(architecture_model("segformer"), "elu")
     with pytest.raises(ValueError, match=r"\(\S*attention\S*\) attends from 64 queries to 1 keys.*'softmax'"):
         model(torch.randn(1, 3, 32, 32))
