@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 def checkpoint(tmp_path):
     def make(architecture, name, **config):
         exact = save_checkpoint(tmp_path / "exact", architecture, **{"num_hidden_layers": 1, **config})
-        options = ["--options.window_size", "4"] if name == "window" else []
+        options = ["--options.window_size", "4", "--options.mix_init", "0"] if name == "window" else []
         assert main(["patch", str(exact), str(tmp_path / "patched"), "--attention", name, *options]) == 0
         return tmp_path / "patched"
 
