@@ -18,6 +18,7 @@ from ..ops.common import State
 from ..ops.terms import Terms
 from ..utils.models import BOUNDARY_ARGUMENTS
 from .cache import LinearStateLayer, self_attention_cache, state_layer
+from .cache_argument import is_paged
 from .context import (
     IMPLEMENTATION,
     SUBMODULE,
@@ -36,7 +37,7 @@ from .packing import BOUNDARIES, boundaries_of, document_numbers, documents_of, 
 logger = logging.getLogger(__name__)
 
 #: Arguments of the interface that change the weights, or bring keys from elsewhere, in ways unknown to the mechanisms.
-UNSUPPORTED = frozenset(("cu_seqlens", "block_indices", "indices", "block_table", "cache"))
+UNSUPPORTED = frozenset(("cu_seqlens", "block_indices", "indices", "block_table"))
 
 
 def linear_attention_forward(
@@ -322,6 +323,11 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         raise ValueError(
             f"The attention implementation of this patched model was changed to {implementation!r}, which would bring "
             f"softmax attention back. Call unpatch_model(model) instead, or set it back to {IMPLEMENTATION!r}."
+        )
+    if is_paged(kwargs):
+        raise NotImplementedError(
+            "The cache that was passed has pages of keys for continuous batching, in which a state of linear attention "
+            "has no place. Serve the model by hf_linear_attn.serving.Engine or `hf-linear-attn serve`."
         )
     forward_context.take_cache_layer()  # An earlier call that raised may have left one.
     # By its type: the argument has several names (layer_past in GPT-NeoX), and is seldom passed by position.

@@ -19,6 +19,12 @@ def find_cache(values: Iterable[Any]) -> Cache | None:
     return next((value for value in values if isinstance(value, Cache)), None)
 
 
+def is_paged(arguments: dict[str, Any]) -> bool:
+    """Return whether the cache among keyword arguments is none of `Cache`, as the pages of continuous batching."""
+    caches = [arguments.get(name) for name in CACHE_NAMES]
+    return any(cache is not None and not isinstance(cache, Cache) for cache in caches)
+
+
 def output_cache(output: Any) -> Cache | None:
     """Return the cache of a model's output, which is a `ModelOutput` or a tuple; None where it has none."""
     return find_cache(output.values() if isinstance(output, dict) else output)

@@ -290,8 +290,8 @@ def open_study(
 def defaults_of(values: Any) -> dict[str, Any]:
     """Return the default options behind results: of the default mechanism, and of those that the results name.
 
-    Each as it is in an encoder and in a decoder of heads of 64 numbers, where the mechanism serves it. Results hold
-    them, so that it shows where their defaults are no longer the package's.
+    Each as it is in an encoder and in a decoder of heads of 64 numbers and 512 tokens, where the mechanism serves it.
+    Results hold them, so that it shows where their defaults are no longer the package's.
     """
     words = set(re.findall(r"[\w+-]+", json.dumps(json_safe(values))))
     found: dict[str, Any] = {}
@@ -308,4 +308,4 @@ def defaults_of(values: Any) -> dict[str, Any]:
 
 
 def _built(entry: Any, causal: bool) -> Any:
-    return entry.factory(AttentionShape(2, 2, 64, 64, causal=causal), entry.options())
+    return entry.factory(AttentionShape(2, 2, 64, 64, max_length=512, causal=causal), entry.options())

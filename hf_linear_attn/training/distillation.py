@@ -422,7 +422,7 @@ class DistillationTrainer(FinetuningTrainer):
         by_token = {name: value for name, value in inputs.items() if getattr(value, "shape", ())[:2] == shape}
         first = {name: value[:, :length] for name, value in by_token.items()}
         cache = output_cache(model(**inputs | first, use_cache=True))
-        if cache is None:
+        if cache is None or not cache.get_seq_length():  # From Transformers 5.24 on it is there, and stays empty.
             raise ValueError("carried_length needs a cache, which gradient checkpointing excludes. Switch it off.")
         torch.clear_autocast_cache()  # Weights that were cast without a gradient would stay without one.
         by_token.pop("attention_mask", None)  # covers what is in the cache, too

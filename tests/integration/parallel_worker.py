@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.cache_argument import output_cache
-from recipes import helix  # noqa: F401, registers a map with positions
 from tests.comparing import GRADIENT_FACTOR, TOLERANCE
 from tests.small import SMALL_OPTIONS, open_far_part
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -216,6 +215,8 @@ def main(task: str, folder: Path) -> None:
         mesh_of_accelerate()
         refusals()
     elif task == "context":
+        from recipes import helix  # noqa: F401, registers a map with positions, in this process only
+
         for name in ("hedgehog", "favor+", "favor", "helix")[:: distributed.get_world_size() // 2]:
             for architecture in ("llama", "bert"):
                 slices_equal_the_whole(architecture, name, **({"num_features": 24} if "favor" in name else {}))

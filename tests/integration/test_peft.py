@@ -236,6 +236,7 @@ def generation_reads_a_prefix() -> bool:
         return (with_prefix - model.generate(input_ids=token_ids(), **settings).scores[0]).abs().max().item() > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT passes it
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_prefix_tuning_is_refused_in_every_mode(family, padded):

@@ -38,8 +38,17 @@ def test_continuous_batching_is_refused(plan):
 
 def test_a_paged_cache_among_the_arguments_is_refused():
     """What a server passes to the model by itself, without asking it for continuous batching."""
-    with pytest.raises(NotImplementedError, match="passes 'cache' to its attention"):
-        patched("hedgehog", LLAMA)(token_ids(), cache=object(), use_cache=False)
+
+    class Pages:
+        """The length is all that a model asks them for before its first layer."""
+
+        def get_seq_length(self) -> int:
+            return 0
+
+    ids = token_ids()
+    positions, mask = torch.arange(ids.shape[1])[None], torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril() == 1
+    with pytest.raises(NotImplementedError, match=r"pages of keys .* hf_linear_attn\.serving\.Engine"):
+        patched("hedgehog", LLAMA)(ids, cache=Pages(), use_cache=False, position_ids=positions, attention_mask=mask)
 
 
 def test_a_model_of_a_server_is_not_patched(server):

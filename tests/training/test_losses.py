@@ -26,7 +26,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput, SequenceClassifierOut
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.exact import AttentionCall
-from hf_linear_attn.mechanisms.softmax import softmax_weights
+from hf_linear_attn.mechanisms.softmax import softmax_attention
 from hf_linear_attn.training import losses
 from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer, FinetuningTrainer
 from hf_linear_attn.training.losses import (
@@ -464,8 +464,7 @@ def test_queries_that_look_ahead_have_the_same_loss_in_blocks(monkeypatch: pytes
     allowed[..., :30, :30] = True
     query, key, value = qkv(40, batch=1)
     module = mechanism("hedgehog", causal=True)
-    keys, values = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
-    output = softmax_weights(query, keys, allowed, 0.4) @ values
+    output = softmax_attention(query, key, value, allowed, 0.4)
     call = AttentionCall(nn.Module(), module, query, key, value, allowed, allowed, 0.4, True, output)
     whole = layer_loss(call, "weights", backward=False)
     monkeypatch.setattr(losses, "BLOCK_ENTRIES", 8 * 40)
