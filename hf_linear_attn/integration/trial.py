@@ -213,13 +213,13 @@ def try_layers(root: PreTrainedModel, candidates: Sequence[str], names: Sequence
 
 
 def _try_twin(twin: PreTrainedModel, candidates: Sequence[str], names: Sequence[str]) -> str:
-    subject, inputs, expected = _run_exactly(twin, candidates)
+    part, inputs, expected = _run_exactly(twin, candidates)
     try:
         reached = _patch(twin, names)
     except (NotImplementedError, ValueError) as error:
         raise UntriableError(f"a window does not fit ({error})") from error
     for way, outputs in expected.items():
-        if problem := _compare(way, subject, inputs, outputs):
+        if problem := _compare(way, part, inputs, outputs):
             return problem
     if missed := sorted(set(names) - reached):
         raise UntriableError(f"the inputs of a trial do not reach {missed[0]}")
@@ -289,19 +289,19 @@ def _run_exactly(twin: PreTrainedModel, candidates: Sequence[str]) -> tuple[Any,
     """Return the first candidate that runs, its inputs and its outputs in every way in which it runs."""
     problem = "it takes neither tokens nor images of a known size"
     for name in candidates:
-        subject: Any = twin.get_submodule(name)
-        for inputs in _inputs(subject):
+        part: Any = twin.get_submodule(name)
+        for inputs in _inputs(part):
             outputs = {}
             for way, run in WAYS.items():
                 try:
                     torch.manual_seed(0)  # Some models draw numbers, such as which patches they hide.
-                    outputs[way] = run(subject, inputs)
+                    outputs[way] = run(part, inputs)
                 except Exception as error:  # noqa: BLE001  (a model may raise anything on inputs that it does not expect)
                     problem = f"the exact model raises {type(error).__name__}: {error}"
                     if way == ONE_PASS:
                         break
             else:
-                return subject, inputs, outputs
+                return part, inputs, outputs
     raise UntriableError(problem)
 
 
@@ -323,11 +323,11 @@ def _tokens(model: Any) -> Tensor:
     return torch.randint(min(5, size - 1), size, (2, LENGTH), device="cpu").to(model.device)
 
 
-def _compare(way: str, subject: Any, inputs: Inputs, expected: list[Tensor]) -> str:
+def _compare(way: str, part: Any, inputs: Inputs, expected: list[Tensor]) -> str:
     """Return "" where a patched model gives the exact outputs, else the difference."""
     torch.manual_seed(0)
     try:
-        actual = WAYS[way](subject, inputs)
+        actual = WAYS[way](part, inputs)
     except NotImplementedError as error:
         # Where the package refuses a cache or a mask in plain words, nobody is misled.
         is_refusal = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(str(Path(__file__).parents[1]))
@@ -335,7 +335,7 @@ def _compare(way: str, subject: Any, inputs: Inputs, expected: list[Tensor]) -> 
         return "" if is_refusal and way != ONE_PASS else f"a trial ({way}) was refused: {text}"
     except Exception as error:  # noqa: BLE001  (a trial finds whatever is raised)
         return f"a trial ({way}) raised {type(error).__name__}: {error}"
-    limit = max(TOLERANCE.get(tensor.dtype, COARSE) for tensor in subject.parameters())
+    limit = max(TOLERANCE.get(tensor.dtype, COARSE) for tensor in part.parameters())
     difference = max(map(_difference, actual, expected), default=0.0)
     if len(actual) == len(expected) and difference <= limit:
         return ""

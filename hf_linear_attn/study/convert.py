@@ -36,10 +36,10 @@ from . import models
 from .budgets import Budget
 from .card import exactness, model_card, result_lines
 from .choose import choose_heads, plan_of
+from .evaluated_model import task_type_of
 from .kinds import KINDS
 from .result import ConversionResult, HeadChoice, ModelFacts, RecallPair, Scores, SpeedPair, Trainings
 from .stages import RESULTS_FILE, TrainingRun
-from .subject import task_type_of
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
 MIN_LONGER_SHARE = 0.05

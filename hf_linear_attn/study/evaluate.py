@@ -29,6 +29,7 @@ from ..utils.models import shared_copy
 from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress
 from .checkpoint_groups import find_checkpoints
+from .evaluated_model import EvaluatedModel, held_out_facts, load_evaluated_model
 from .kinds import held_out_batches
 from .options import (
     DECODER_ATTENTIONS,
@@ -41,11 +42,10 @@ from .options import (
 )
 from .results import Evaluation, Measured
 from .study import Study, check_study, open_study
-from .subject import Subject, held_out_facts, load_subject
 from .timing import SpeedStudy
 from .variants import timed_variants, variants_of
 
-Examples = Callable[[Subject, Mapping[str, Callable[[], PreTrainedModel]]], Mapping[str, Any]]
+Examples = Callable[[EvaluatedModel, Mapping[str, Callable[[], PreTrainedModel]]], Mapping[str, Any]]
 """Data frames by title, from the exact model and loaders of linear ones by their label."""
 
 #: Batches that the fidelity is measured on.
@@ -106,14 +106,14 @@ def evaluate(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
-    subject = load_subject(model, config, tokenizer, documents)
-    groups = find_checkpoints(config.converted, config.baseline, subject.model.config)
+    evaluated = load_evaluated_model(model, config, tokenizer, documents)
+    groups = find_checkpoints(config.converted, config.baseline, evaluated.model.config)
     attentions = config.attention or ()
     if config.attention is None and not config.converted:
-        usual = DECODER_ATTENTIONS if subject.kind.is_causal else ENCODER_ATTENTIONS
+        usual = DECODER_ATTENTIONS if evaluated.kind.is_causal else ENCODER_ATTENTIONS
         attentions = QUICK_ATTENTIONS if config.quick else usual
     for name in attentions:
-        check_fits(subject.model, name, config.seeds[0])
+        check_fits(evaluated.model, name, config.seeds[0])
     if not attentions and not any(group.layers for group in groups):
         raise ValueError("There is nothing to compare: give --attention or --converted.")
     usual_steps = 25 if config.quick else 100
@@ -122,33 +122,33 @@ def evaluate(
     usual_lengths = QUICK_LENGTHS if config.quick else USUAL_LENGTHS
     lengths = sorted({*(config.speed.lengths or usual_lengths), *filter(None, [config.data.max_length])})
     settings = {**asdict(config), "attention": attentions, "steps": steps, "lengths": lengths, "seconds": seconds}
-    device = subject.model.device
+    device = evaluated.model.device
     with open_study(output, "evaluate", settings, device=device, progress=progress, **where) as study:
-        facts = held_out_facts(subject.data)
-        progress.log(f"Data: {subject.data.source}: {subject.data.rows}; {inputs_text(facts)} held out")
-        for note in subject.data.notes:
+        facts = held_out_facts(evaluated.data)
+        progress.log(f"Data: {evaluated.data.source}: {evaluated.data.rows}; {inputs_text(facts)} held out")
+        for note in evaluated.data.notes:
             progress.log(note)
         measured, linear = measure_quality(
-            study, subject, variants_of(subject, study, attentions, config.seeds, steps, groups)
+            study, evaluated, variants_of(evaluated, study, attentions, config.seeds, steps, groups)
         )
         notes: list[str] = []
-        if subject.kind.is_encoder_decoder:
+        if evaluated.kind.is_encoder_decoder:
             notes.append("Encoder-decoders are not timed: their time depends on two lengths.")
         elif timing:
-            exact = subject.cast(config.speed.dtype)
+            exact = evaluated.cast(config.speed.dtype)
             timed = timed_variants(exact, attentions, config.seeds[0], groups, max(lengths))
             speed = SpeedStudy(study, exact, timed, seconds, flops=not config.quick)
             speed.measure(lengths, backward=config.speed.backward, batch_size=config.speed.batch_size)
             measured += [*map(Measured.of_times, speed.records)]
             notes += speed.notes
-        tables = examples(subject, linear) if examples is not None else {}
+        tables = examples(evaluated, linear) if examples is not None else {}
     return Evaluation(
-        model=subject.facts(),
-        data={"source": subject.data.source, "rows": subject.data.rows, **facts, **subject.data.facts},
+        model=evaluated.facts(),
+        data={"source": evaluated.data.source, "rows": evaluated.data.rows, **facts, **evaluated.data.facts},
         settings=json_safe(settings),
         environment=environment(device),
-        backend=subject.device["backend"],
-        scores=tuple(metric.score for metric in subject.metrics.values()),
+        backend=evaluated.device["backend"],
+        scores=tuple(metric.score for metric in evaluated.metrics.values()),
         measured=tuple(chain.from_iterable(measured)),
         checkpoints={group.label: [Path(folder).name for folder in group.folders] for group in groups},
         notes=tuple(notes),
@@ -183,27 +183,27 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
 
 
 def measure_quality(
-    study: Study, subject: Subject, rows: Any
+    study: Study, evaluated: EvaluatedModel, rows: Any
 ) -> tuple[list[list[Measured]], dict[str, Callable[[], PreTrainedModel]]]:
     """Measure every variant of a model; return the numbers, and a loader of the last linear one of each label."""
     fidelity: dict[str, Metric] = {}
-    if not subject.kind.is_encoder_decoder:
-        fidelity["fidelity"] = FidelityMetric(held_out_batches(subject.data)[:FIDELITY_BATCHES])
+    if not evaluated.kind.is_encoder_decoder:
+        fidelity["fidelity"] = FidelityMetric(held_out_batches(evaluated.data)[:FIDELITY_BATCHES])
     measured: list[list[Measured]] = []
     linear: dict[str, Callable[[], PreTrainedModel]] = {}
     for variants in rows:
         label = variants[0].label
-        texts: dict[str, list[str]] = {name: [] for name in subject.metrics}
+        texts: dict[str, list[str]] = {name: [] for name in evaluated.metrics}
         for variant in variants:
-            metrics = {**subject.metrics, **fidelity} if variant.is_linear else subject.metrics
-            records = variant.measure(study, subject, metrics, label)
+            metrics = {**evaluated.metrics, **fidelity} if variant.is_linear else evaluated.metrics
+            records = variant.measure(study, evaluated, metrics, label)
             measured.append([Measured.of(record, label) for record in records.values()])
-            for name, metric in subject.metrics.items():
+            for name, metric in evaluated.metrics.items():
                 number = records[name].numbers.get(metric.score.metric)
                 texts[name] += [] if number is None else [fixed(number, metric.score.digits)]
             if variant.is_linear:
                 linear[label] = variant.load
-        results = [f"{subject.metrics[name].score.title} " + " → ".join(part) for name, part in texts.items()]
+        results = [f"{evaluated.metrics[name].score.title} " + " → ".join(part) for name, part in texts.items()]
         study.progress.log(f"{label}: {', '.join(results)}")
     return measured, linear
 

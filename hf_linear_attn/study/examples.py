@@ -17,7 +17,7 @@ from ..measure.embedding import sentence_embeddings
 from ..utils.formatting import format_seconds
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
-from .subject import Subject
+from .evaluated_model import EvaluatedModel
 
 #: What somebody may look for in the documentation of Python's standard library.
 QUERIES = (
@@ -39,14 +39,14 @@ LONG = 8192
 Models = Mapping[str, PreTrainedModel]
 
 
-def examples(subject: Subject, models: Models, documents: Sequence[str]) -> dict[str, pd.DataFrame]:
+def examples(evaluated: EvaluatedModel, models: Models, documents: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Return tables of examples by their titles, of the exact model and converted ones; documents are searched in."""
-    tokenizer = subject.data.tokenizer
-    if subject.kind.is_causal:
+    tokenizer = evaluated.data.tokenizer
+    if evaluated.kind.is_causal:
         return {f"A text continued: “{PROMPT} …”": continued_text(models, tokenizer)}
     longer = {label: extended(model, LONG) for label, model in models.items()}
     is_extended = any(longer[label] is not models[label] for label in models)
-    beyond = f", beyond {longest_input(subject.model):,} trained positions" if is_extended else ""
+    beyond = f", beyond {longest_input(evaluated.model):,} trained positions" if is_extended else ""
     return {
         f"A long document{beyond}": long_document(longer, tokenizer, documents),
         f"A search in whole documents of up to {WHOLE:,} tokens{beyond}: the first hits": search(

@@ -13,8 +13,8 @@ from ..measure.speed import DECODING, FORWARD, PREFILL, TRAINING, measure_decodi
 from ..utils.formatting import format_bytes
 from ..utils.memory import free_memory
 from ..utils.timing import MIN_ROUNDS
+from .evaluated_model import EvaluatedModel
 from .study import Record, Study
-from .subject import Subject
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION, Variant
 
 #: Seconds that one length may take in any case: without long inputs there is little to see.
@@ -29,7 +29,7 @@ class SpeedStudy:
     """The variants of a model that are timed. One record holds all of them: a speedup is a ratio within its rounds."""
 
     study: Study
-    subject: Subject
+    evaluated: EvaluatedModel
     variants: Sequence[Variant]
     seconds: float  # to spend on each length
     flops: bool  # whether to count operations, in another pass of each model
@@ -42,8 +42,8 @@ class SpeedStudy:
         Operations are counted for one sequence: a batch has so many times as many, and a prefill as many as a forward
         pass. A prefill is not timed with several sequences.
         """
-        lengths, note = possible_lengths(self.subject.model, lengths)
-        generation = [PREFILL, DECODING] if self.subject.kind.is_causal else []
+        lengths, note = possible_lengths(self.evaluated.model, lengths)
+        generation = [PREFILL, DECODING] if self.evaluated.kind.is_causal else []
         for measurement in (FORWARD, *([TRAINING] if backward else []), *generation):
             single = self.sweep(measurement, lengths)
             if batch_size > 1 and measurement != PREFILL:
@@ -63,19 +63,19 @@ class SpeedStudy:
     ) -> dict[int, Record]:
         """Measure at each length, unless the last one, or what `single` has of one sequence, predicts too much."""
         done: dict[int, Record] = {}
-        study, device = self.study, self.subject.model.device
+        study, device = self.study, self.evaluated.model.device
         name = measurement + (f" with {batch_size} sequences" if batch_size > 1 else "")
         of = {
             label: {"attention": variant.attention, **variant.options}
             for label, variant in self.of(measurement).items()
         }
         # The time of exact attention grows with the square, and its memory too where all weights are in memory.
-        is_eager = self.subject.model.config._attn_implementation == "eager"
+        is_eager = self.evaluated.model.config._attn_implementation == "eager"
         quadratic = {"seconds", "peak_memory"} if is_eager else {"seconds"}
         for index, length in enumerate(lengths):
             settings = {"seconds": self.seconds, "flops": self.flops}
             sizes = {"length": length, "batch_size": batch_size}
-            conditions = self.subject.conditions(measurement, **sizes, options=of, settings=settings)
+            conditions = self.evaluated.conditions(measurement, **sizes, options=of, settings=settings)
             reason = None
             if study.records.latest(conditions) is None and (single or done):
                 last = max(done, default=length)
@@ -99,7 +99,7 @@ class SpeedStudy:
         """Time all variants in the same rounds; return the numbers of each by its label."""
         models = {label: variant.load() for label, variant in self.of(measurement).items()}
         common: dict[str, Any] = {"baseline": EXACT_LABEL, "batch_size": batch_size}
-        tokens = self.subject.tokens
+        tokens = self.evaluated.tokens
         if measurement == DECODING:
             return measure_decoding(models, tokens, length, seconds=self.seconds / 4, **common)
         counts = self.flops and measurement != PREFILL and batch_size == 1

@@ -22,8 +22,8 @@ from ..training.resumable import local_seed
 from ..training.transfer import transfer_attention
 from ..utils.models import shared_copy
 from .checkpoint_groups import CheckpointGroup
+from .evaluated_model import EvaluatedModel
 from .study import Conditions, Learned, Record, Study
-from .subject import Subject
 
 #: Labels of the two references, and the mechanism's name of a model without attention.
 EXACT_LABEL, WITHOUT_ATTENTION, NO_ATTENTION = "exact", "without attention", "none"
@@ -58,12 +58,14 @@ class Variant:
         parts: dict[str, Any] = {name: getattr(self, name) for name in ("attention", "state", "seed", "options")}
         return replace(conditions, **parts, settings={**conditions.settings, **self.settings})
 
-    def measure(self, study: Study, subject: Subject, metrics: Mapping[str, Metric], status: str) -> dict[str, Record]:
+    def measure(
+        self, study: Study, evaluated: EvaluatedModel, metrics: Mapping[str, Metric], status: str
+    ) -> dict[str, Record]:
         """Measure what the study does not know yet; return the records by measurement."""
         load, records = cache(self.load), {}  # in memory while it is measured, and no longer
         for name, metric in metrics.items():
             study.progress.status(f"{status}: {name.replace('_', ' ')}")
-            conditions = self.of(subject.conditions(name, settings=subject.metric_settings(name)))
+            conditions = self.of(evaluated.conditions(name, settings=evaluated.metric_settings(name)))
             records[name] = study.measure(conditions, partial(_measured, metric, load), label=self.label)
         return records
 
@@ -82,29 +84,29 @@ def references(model: PreTrainedModel) -> list[Variant]:
 
 
 def variants_of(
-    subject: Subject, study: Study, attentions: Sequence[str], seeds: Sequence[int], steps: int, groups: Any
+    evaluated: EvaluatedModel, study: Study, attentions: Sequence[str], seeds: Sequence[int], steps: int, groups: Any
 ) -> Iterator[list[Variant]]:
     """Yield the variants of a model by rows of the summary."""
-    for reference in references(subject.model):
+    for reference in references(evaluated.model):
         yield [reference]
     for name in attentions:
         for seed in seeds:
-            if row := mechanism_stages(subject, study, name, seed, steps, is_first=seed == seeds[0]):
+            if row := mechanism_stages(evaluated, study, name, seed, steps, is_first=seed == seeds[0]):
                 yield row
     for group in groups:
         for folder, fingerprint in group.folders.items():
-            load = partial(load_converted, subject, folder)
+            load = partial(load_converted, evaluated, folder)
             yield [Variant(group.label, group.attention, load, group.state, settings={"checkpoint": fingerprint})]
 
 
-def load_converted(subject: Subject, folder: str) -> PreTrainedModel:
+def load_converted(evaluated: EvaluatedModel, folder: str) -> PreTrainedModel:
     """Load a checkpoint that was made from the model."""
-    model, _ = load_checkpoint(folder, subject.kind.model_class)
-    return model.eval().to(subject.model.device)
+    model, _ = load_checkpoint(folder, evaluated.kind.model_class)
+    return model.eval().to(evaluated.model.device)
 
 
 def mechanism_stages(
-    subject: Subject, study: Study, name: str, seed: int, steps: int, *, is_first: bool
+    evaluated: EvaluatedModel, study: Study, name: str, seed: int, steps: int, *, is_first: bool
 ) -> list[Variant]:
     """Return a mechanism untrained (what it learns is calibrated) and, if it learns, after attention transfer.
 
@@ -116,9 +118,9 @@ def mechanism_stages(
         return []
 
     def calibrated() -> PreTrainedModel:
-        model = patch_model(shared_copy(subject.model), name, **options)
+        model = patch_model(shared_copy(evaluated.model), name, **options)
         if entry.learned:
-            calibrate_untrained(model, subject.training_batches(seed)[0])
+            calibrate_untrained(model, evaluated.training_batches(seed)[0])
         return model
 
     settings = {"order": seed} if entry.learned else {}
@@ -129,22 +131,22 @@ def mechanism_stages(
     after = replace(untrained, state="transferred", settings={**settings, "steps": steps})
 
     def trained() -> PreTrainedModel:
-        model = patch_model(shared_copy(subject.model), name, **options)
+        model = patch_model(shared_copy(evaluated.model), name, **options)
         model.load_state_dict(saved_tensors(untrained.load(), is_learned), strict=False)
-        conditions = after.of(subject.conditions("attention_transfer", settings=subject.metric_settings("")))
-        return transferred(subject, study, model, conditions, steps)
+        conditions = after.of(evaluated.conditions("attention_transfer", settings=evaluated.metric_settings("")))
+        return transferred(evaluated, study, model, conditions, steps)
 
     return [untrained, replace(after, load=cache(trained))]
 
 
 def transferred(
-    subject: Subject, study: Study, model: PreTrainedModel, conditions: Conditions, steps: int
+    evaluated: EvaluatedModel, study: Study, model: PreTrainedModel, conditions: Conditions, steps: int
 ) -> PreTrainedModel:
     """Give a patched model its trained parameters, the stored ones or those of a transfer now, and return it."""
     name, seed = conditions.attention, conditions.seed or 0
 
     def train() -> tuple[dict[str, Any], Learned]:
-        batches, validation = subject.training_batches(seed)
+        batches, validation = evaluated.training_batches(seed)
         with local_seed(seed):
             result = transfer_attention(
                 model,
@@ -164,13 +166,13 @@ def transferred(
 
 
 def timed_variants(
-    subject: Subject, attentions: Sequence[str], seed: int, groups: Sequence[CheckpointGroup], longest: int
+    evaluated: EvaluatedModel, attentions: Sequence[str], seed: int, groups: Sequence[CheckpointGroup], longest: int
 ) -> list[Variant]:
     """Return what is timed side by side. Time depends on what is patched and not on weights: none are loaded.
 
     A mechanism that is built for a largest length is built for the longest one that is timed.
     """
-    model, limit = subject.model, subject.facts()["positions"]
+    model, limit = evaluated.model, evaluated.facts()["positions"]
     first, last = references(model)
     variants = [first]
     for name in attentions:

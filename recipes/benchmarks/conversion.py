@@ -28,8 +28,8 @@ from hf_linear_attn.demo import resolve_model
 from hf_linear_attn.measure.embedding import EmbeddingCosine, sentence_embeddings
 from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
+from hf_linear_attn.study.evaluated_model import task_type_of
 from hf_linear_attn.study.models import load_tokenizer
-from hf_linear_attn.study.subject import task_type_of
 from hf_linear_attn.training.options import AttentionLoss, ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.options import make_config, to_dict

@@ -16,9 +16,9 @@ from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
 from hf_linear_attn.study.evaluate import run_evaluate
+from hf_linear_attn.study.evaluated_model import load_evaluated_model, task_type_of
 from hf_linear_attn.study.examples import examples
 from hf_linear_attn.study.options import EvaluateConfig, with_options
-from hf_linear_attn.study.subject import load_subject, task_type_of
 from tests.tiny_models import MAX_LENGTH, save_checkpoint, tiny_config, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
@@ -185,7 +185,7 @@ def test_examples_beyond_the_positions_say_so() -> None:
     model = tiny_model("bert").eval()
     documents = [sample_text()[start:] for start in range(0, 900, 300)]
     config = EvaluateConfig(data=DataConfig(max_length=32))
-    tables = examples(load_subject(model, config, tiny_tokenizer(), documents), {"exact": model}, documents)
+    tables = examples(load_evaluated_model(model, config, tiny_tokenizer(), documents), {"exact": model}, documents)
     assert len(tables) == 2
     assert all(f"beyond {MAX_LENGTH} trained positions" in title for title in tables)
     assert model.config.max_position_embeddings == MAX_LENGTH  # a copy was extended

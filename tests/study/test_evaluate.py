@@ -16,11 +16,11 @@ from hf_linear_attn import Evaluation, evaluate
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.study.checkpoint_groups import CheckpointGroup
+from hf_linear_attn.study.evaluated_model import load_evaluated_model
 from hf_linear_attn.study.kinds import held_out_batches
 from hf_linear_attn.study.models import weights_fingerprint
 from hf_linear_attn.study.options import EvaluateConfig, SpeedConfig, with_options
 from hf_linear_attn.study.study import RECORDS_FILE, Records, open_study
-from hf_linear_attn.study.subject import load_subject
 from hf_linear_attn.study.variants import mechanism_stages, timed_variants
 from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
@@ -110,8 +110,8 @@ def test_the_result_has_everything_that_was_measured(decoder: tuple[Evaluation, 
 
 def test_fidelity_is_that_of_a_fresh_measurement(folder: Path, decoder: tuple[Evaluation, str, Path]) -> None:
     data = DataConfig(dataset=str(folder / "text.txt"), max_length=32)
-    subject = load_subject(str(folder / "gpt2"), EvaluateConfig(data=data, quick=True))
-    fidelity = measure_fidelity(hla.patch_model(subject.model, "elu"), held_out_batches(subject.data)[:4])
+    evaluated = load_evaluated_model(str(folder / "gpt2"), EvaluateConfig(data=data, quick=True))
+    fidelity = measure_fidelity(hla.patch_model(evaluated.model, "elu"), held_out_batches(evaluated.data)[:4])
     (measured,) = decoder[0].select("fidelity", "elu")
     assert measured["output_error"] == pytest.approx(fidelity.output_error, rel=1e-4)
 
@@ -186,9 +186,9 @@ def test_an_interrupted_run_continues(folder: Path, tmp_path: Path, monkeypatch:
 
 def test_a_transfer_leaves_the_random_generators_alone(folder: Path) -> None:
     data = DataConfig(dataset=str(folder / "text.txt"), max_length=32)
-    subject = load_subject(str(folder / "bert"), EvaluateConfig(data=data, quick=True))
+    evaluated = load_evaluated_model(str(folder / "bert"), EvaluateConfig(data=data, quick=True))
     with open_study(None, "test", {}) as study:
-        _, transferred = mechanism_stages(subject, study, "hedgehog", 1, 1, is_first=True)
+        _, transferred = mechanism_stages(evaluated, study, "hedgehog", 1, 1, is_first=True)
         state = torch.get_rng_state()
         transferred.load()
     assert torch.equal(torch.get_rng_state(), state)
@@ -200,12 +200,12 @@ def test_what_a_value_depends_on_is_in_its_conditions(folder: Path) -> None:
     def conditions(tokenizer: Any = None, length: int = 32, seed: int = 0, steps: int = 1) -> tuple[str, str]:
         data = DataConfig(dataset=str(folder / "text.txt"), max_length=length)
         config = EvaluateConfig(data=data, recall_lengths=(64,), quick=True)
-        subject = load_subject(str(folder / "bert"), config, tokenizer)
+        evaluated = load_evaluated_model(str(folder / "bert"), config, tokenizer)
         with open_study(None, "test", {}) as study:
-            untrained, _ = mechanism_stages(subject, study, "window", seed, steps, is_first=True)
+            untrained, _ = mechanism_stages(evaluated, study, "window", seed, steps, is_first=True)
         ids = [
-            untrained.of(subject.conditions(name, settings=subject.metric_settings(name))).id
-            for name in subject.metrics
+            untrained.of(evaluated.conditions(name, settings=evaluated.metric_settings(name))).id
+            for name in evaluated.metrics
         ]
         return ids[0], ids[1]
 
@@ -398,11 +398,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_checkpoints_are_timed_with_their_exact_heads(folder: Path) -> None:
     data = DataConfig(dataset=str(folder / "text.txt"), max_length=32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "gpt2")
-    subject = load_subject(GPT2.build(), EvaluateConfig(data=data, quick=True), tokenizer)
+    evaluated = load_evaluated_model(GPT2.build(), EvaluateConfig(data=data, quick=True), tokenizer)
     plan = {"default": {"attention": "window", "window_size": 4}, "1": {"exact_heads": [2]}}
     layers = hla.patch_model(GPT2.build(), plan).config.linear_attention["layers"]
     groups = [CheckpointGroup("window", layers, {}, "window (converted)")]
-    timed = timed_variants(subject, (), 0, groups, 16)[1].load()
+    timed = timed_variants(evaluated, (), 0, groups, 16)[1].load()
     assert [layer.exact_heads for layer in hla.patch_report(timed).layers] == [(), (2,)]
 
 

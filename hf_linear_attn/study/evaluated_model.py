@@ -47,7 +47,7 @@ STEP_TOKENS, LOADED_STEPS, QUICK_STEPS = 1024, 120, 26
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """The model that mechanisms are compared with, in evaluation mode, with its data and its metrics."""
 
     model: PreTrainedModel
@@ -75,7 +75,7 @@ class Subject:
             settings["similarities"] = metric.similarities
         return settings
 
-    def cast(self, dtype: str) -> Subject:
+    def cast(self, dtype: str) -> EvaluatedModel:
         """Return a copy in another precision; the same object if that is its own."""
         if dtype == self.device["dtype"]:
             return self
@@ -118,9 +118,9 @@ class Subject:
         }
 
 
-def load_subject(
+def load_evaluated_model(
     source: Any, config: EvaluateConfig, tokenizer: Any = None, documents: Sequence[str] | None = None
-) -> Subject:
+) -> EvaluatedModel:
     """Load an exact model, or take a loaded one, with its data, and make its metrics.
 
     Raises:
@@ -167,7 +167,7 @@ def load_subject(
     name = config.name or (Path(path).name if Path(path).exists() or loaded is not None else path)
     name = name or type(model).__name__
     fingerprint = models.weights_fingerprint(model)
-    return Subject(model, kind, name, data, metrics, fingerprint, hardware, machine["versions"], data.checksum())
+    return EvaluatedModel(model, kind, name, data, metrics, fingerprint, hardware, machine["versions"], data.checksum())
 
 
 def recall_metric(kind: Kind, tokenizer: Any, lengths: Sequence[int], seed: int) -> RecallMetric:
