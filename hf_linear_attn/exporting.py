@@ -61,7 +61,8 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
         export(model="out", output="out-onnx")
 
     A model that generates becomes two graphs: `prefill`, and `decode` with the states as inputs and outputs. The folder
-    has the tokenizer's files too; `transformers.exporters.base.ExportedModel.from_pretrained(folder)` loads it.
+    has the tokenizer's files too; `transformers.exporters.base.ExportedModel.from_pretrained(folder)` loads it,
+    a .pt2 with `trust_remote_code=True`, since it holds pickles.
 
     Args:
         config: All options at once.

@@ -69,7 +69,8 @@ def test_a_decoder_continues_from_its_state(checkpoint, architecture, name, form
     caplog.set_level("ERROR", logger="torch._export.serde.serialize")
     folder, out = checkpoint(architecture, name, max_position_embeddings=256), tmp_path / "out"
     assert main(["export", str(folder), str(out), "--format", format]) == 0
-    model, loaded = hla.load_pretrained(str(folder)), base.ExportedModel.from_pretrained(out)
+    model = hla.load_pretrained(str(folder))
+    loaded = base.ExportedModel.from_pretrained(out, trust_remote_code=format == "torch")  # a .pt2 is pickled
     tokens, cache = token_ids(2, 115), DynamicCache(config=model.config)
     state_layer(cache, 0)
     mask = torch.ones_like(tokens)

@@ -58,6 +58,7 @@ ARCHITECTURE_FIELDS: dict[str, dict[str, Any]] = {
     "gpt2": _DECODER_TOKENS,
     "llama": {**_DECODER_TOKENS, "num_key_value_heads": 2, "attention_bias": True},
     "mistral": {**_DECODER_TOKENS, "num_key_value_heads": 2},
+    "modernbert": {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2},
     "opt": {"init_std": 0.25, "ffn_dim": 40, "word_embed_proj_dim": 32, "pad_token_id": 1},
 }
 

@@ -52,7 +52,8 @@ LENGTH, PADDING = 12, 4
 CUTS = (0, 1, 8, 11, LENGTH)
 #: The first layers of a stack that run, at least.
 LEAST_LAYERS = 2
-WINDOW = {"attention": "window", "window_size": 64, "feature_map": "hedgehog"}
+#: Windows over the whole of some tokens, and of the patches of an image.
+TOKEN_WINDOW, IMAGE_WINDOW = 64, 8192
 #: Largest `‖a - b‖ / ‖b‖` of outputs by the coarsest dtype of the weights; other dtypes are those of quantized weights.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 3e-2}
 COARSE = 1e-1
@@ -215,7 +216,7 @@ def try_layers(root: PreTrainedModel, candidates: Sequence[str], names: Sequence
 def _try_twin(twin: PreTrainedModel, candidates: Sequence[str], names: Sequence[str]) -> str:
     part, inputs, expected = _run_exactly(twin, candidates)
     try:
-        reached = _patch(twin, names)
+        reached = _patch(twin, names, TOKEN_WINDOW if "input_ids" in inputs else IMAGE_WINDOW)
     except (NotImplementedError, ValueError) as error:
         raise UntriableError(f"a window does not fit ({error})") from error
     for way, outputs in expected.items():
@@ -274,9 +275,10 @@ def _switches(holder: object) -> list[tuple[str, Any]]:
     return sorted((name, value) for name, value in vars(holder).items() if isinstance(value, bool | str | None))
 
 
-def _patch(twin: PreTrainedModel, names: Sequence[str]) -> set[str]:
+def _patch(twin: PreTrainedModel, names: Sequence[str], window_size: int) -> set[str]:
     """Put a window over the whole input into these layers; return a set that the names of those that run will fill."""
-    config = LinearAttentionConfig.parse({"default": EXACT, **dict.fromkeys(names, WINDOW)})
+    window = {"attention": "window", "window_size": window_size, "feature_map": "hedgehog"}
+    config = LinearAttentionConfig.parse({"default": EXACT, **dict.fromkeys(names, window)})
     planned = choose_layers(twin, config, twin)
     install_layers([twin], planned, build_mechanisms(twin, planned, None))
     reached: set[str] = set()

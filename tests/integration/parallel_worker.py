@@ -120,11 +120,11 @@ def communication_does_not_grow() -> None:
         assert bytes_sent(causal, length) == 4 * layers * BATCH * state_size
         assert bytes_sent(bidirectional, length) == 4 * layers * BATCH * 2 * state_size  # of 4 heads
         edges = 4 + 2  # of a window and sinks
-        codes = groups * 128 * (head + 1)  # outside of the window of a decoder
+        codes = groups * 128 * (head + 1)  # outside of the windows
         sent = 4 * (codes + groups * edges * 2 * head) + 8 * (2 + 2 * edges)
         assert bytes_sent(decoder, length) == layers * BATCH * sent
         edges, rows = 2 * (3 + 2), 4 * 2 * 2  # borders and sinks of both ends; queries of sinks in 4 heads
-        sent = 4 * (2 * state_size + 4 * edges * 2 * head + rows * (head + head + 2)) + 8 * (2 + 2 * edges)
+        sent = 4 * (2 * codes + 4 * edges * 2 * head + rows * (head + head + 2)) + 8 * (2 + 2 * edges)
         assert bytes_sent(encoder, length) == layers * BATCH * sent
 
 

@@ -19,7 +19,7 @@ def test_a_decoder_has_no_masked_language_model(folder: Path, tmp_path: Path) ->
         folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", task_type="masked-lm",
         teacher__max_steps=None, data__text_columns=["text"],
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"no model for masked-lm of the type 'gpt2'\. Give another task_type"):
+    with pytest.raises(ValueError, match=r"no model for masked-lm of the type 'gpt2'\. Give another --task_type"):
         convert(config, console=quiet())
 
 
