@@ -43,6 +43,9 @@ START_SECONDS, LIFE_SECONDS = 180, 3600
 
 EXACT, EXACT_BATCHED, CONVERTED = "exact", "exact, continuous batching", "converted"
 
+#: The mechanism of each layer, a path from the top of the repository.
+PLAN = "recipes/configs/smollm2-mixture.json"
+
 #: What prompts are made of: common words, each a token or two.
 WORDS = """the of and to in is was for on that with as it by at from his her an were are which this be had not but have
 one their been or its has more after who first also two new time other people into year over some world made most city
@@ -51,7 +54,7 @@ war between about then during there many would where these only used under great
 
 
 def serving(
-    plan: str = str(ROOT / "recipes" / "configs" / "smollm2-mixture.json"),
+    plan: str = PLAN,
     clients: int = 16,
     prompt_tokens: int = 1500,
     answer_tokens: int = 64,
@@ -68,7 +71,7 @@ def serving(
     the second turn of a chat, the median of some. `memory`: bytes of the states of a batch, beside float32 caches.
 
     Args:
-        plan: JSON file with the mechanism of each layer.
+        plan: JSON file with the mechanism of each layer, a path from the top of the repository.
         clients: Requests at once.
         prompt_tokens, answer_tokens: Tokens of a prompt and of an answer.
         history: Tokens of the first message of a chat.
@@ -98,7 +101,7 @@ def _checkpoints(folder: Path, model: str, plan: str) -> dict[str, Path]:
     folders = {EXACT: folder / "exact", EXACT_BATCHED: folder / "exact", CONVERTED: folder / "converted"}
     for name in (EXACT, CONVERTED):
         if name == CONVERTED:
-            hla.patch_model(decoder, json.loads(Path(plan).read_text(encoding="utf-8")))
+            hla.patch_model(decoder, json.loads((ROOT / plan).read_text(encoding="utf-8")))
         decoder.save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     return folders
@@ -213,7 +216,7 @@ def _memory(folder: Path, rows: int, context: int, seed: int) -> Rows:
 
 
 def profile(
-    plan: str = str(ROOT / "recipes" / "configs" / "smollm2-mixture.json"),
+    plan: str = PLAN,
     context: int = 512,
     rows: tuple[int, ...] = (1, 16),
     steps: int = 5,
@@ -224,7 +227,7 @@ def profile(
     Other processes on the machine lengthen these by less than a clock on the wall.
 
     Args:
-        plan: JSON file with the mechanism of each layer.
+        plan: JSON file with the mechanism of each layer, a path from the top of the repository.
         context: Tokens of the prompt.
         rows: Rows of a batch.
         steps: Steps of each batch, of which the median counts.
