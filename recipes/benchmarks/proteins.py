@@ -30,7 +30,6 @@ from hf_linear_attn.utils.memory import peak_memory
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.timing import sample_interleaved
 
-from .. import helix  # noqa: F401, registers the map
 from .conversion import CONFIGS, Options, finetuned, read_options
 from .runner import Cell, Cells, Rows
 from .workloads import ratio, spread
@@ -54,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "window": {"default": WINDOW},
     "local + hedgehog": {"default": "hedgehog", "0": LOCAL, "1": LOCAL},
     "local + luna": {"default": {"attention": "luna", "num_packed": 16}, "0": LOCAL, "1": LOCAL},
-    **{name: {"default": name} for name in ("elu", "hedgehog", "helix")},
+    **{name: {"default": name} for name in ("elu", "hedgehog")},
 }
 #: Inputs of one forward pass when they are scored.
 SCORED_AT_ONCE = 4

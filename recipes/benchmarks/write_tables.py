@@ -492,17 +492,6 @@ def proteins_table(strata: Sequence[str] = ("> 1,024", "> 2,048")) -> str:
     return to_markdown(pd.DataFrame(lines), text_columns=2)
 
 
-def protein_kernels_table(lengths: Sequence[int] | None = None) -> str:
-    """Feature maps in all layers of the encoder of proteins, beside exact attention; at some lengths only."""
-    rows, lines = Results.read("protein-kernels.json").rows, []
-    for (length, variant), group in rows.groupby(["length", "variant"], sort=False):
-        if lengths is None or length in lengths:
-            scores = {f"MCC, {name}": _score(group, f"strata.{name}.mcc") for name in ("<= 1,024", "> 1,024")}
-            seen = {} if lengths else {"residues seen": f"{length:,}"}
-            lines.append({"attention": CODE(variant), **seen, **scores})
-    return to_markdown(pd.DataFrame(lines))
-
-
 def _score(group: pd.DataFrame, name: str) -> str:
     """Mean and deviation over seeds; of one seed the error of its bootstrap."""
     values, errors = group[name], group[f"{name}_error"]
@@ -582,8 +571,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "mechanisms": mechanisms_table,
     "memory": memory_tables,
     "onnx": onnx_table,
-    "protein-kernels": partial(protein_kernels_table, (4096,)),
-    "protein-kernels-lengths": protein_kernels_table,
     "rivals": partial(rivals_table, "rivals", RIVALS),
     "rivals-short": partial(rivals_table, "rivals", RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,

@@ -67,7 +67,7 @@ GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("ops/int8.py", "ops/prepared.py"): ("tests/ops/test_int8.py", "tests/ops/test_prepared.py"),
     ("ops/parallel.py",): ("tests/integration/test_parallel.py",),
-    ("feature_maps/*.py",): ("tests/feature_maps", "tests/recipes/test_helix.py", "tests/ops/test_native.py"),
+    ("feature_maps/*.py",): ("tests/feature_maps", "tests/ops/test_native.py"),
 }
 
 #: Why a mutant survives: a part of the function's name, a part of the changed lines, the reason.

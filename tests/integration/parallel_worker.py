@@ -215,9 +215,7 @@ def main(task: str, folder: Path) -> None:
         mesh_of_accelerate()
         refusals()
     elif task == "context":
-        from recipes import helix  # noqa: F401, registers a map with positions, in this process only
-
-        for name in ("hedgehog", "favor+", "favor", "helix")[:: distributed.get_world_size() // 2]:
+        for name in ("hedgehog", "favor+", "favor")[:: distributed.get_world_size() // 2]:
             for architecture in ("llama", "bert"):
                 slices_equal_the_whole(architecture, name, **({"num_features": 24} if "favor" in name else {}))
         for width, sinks, feature_map in ((1, 0, "hedgehog"), (4, 2, "favor+"), (6, 8, "elu")):

@@ -162,7 +162,6 @@ def test_a_row_for_each_variant_and_length(trained: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("with_helix")
 def test_costs_of_every_variant(trained: Any, tmp_path: Path) -> None:
     _, chosen, _ = trained
     small: dict[str, Any] = {"work": chosen["work"], "config": chosen["config"], "inputs": 2, "rounds": 3}
