@@ -1,8 +1,7 @@
-"""Every recipe and every YAML file: read, complete, and run for two steps on a tiny model."""
+"""Every YAML file of the recipes: read, complete, and run for two steps on a tiny model."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -11,28 +10,27 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_linear_attn.cli import parse_verb
-from hf_linear_attn.cli.running import exit_code
+from hf_linear_attn.cli import main, parse_verb
 from hf_linear_attn.utils.options import flatten, to_dict
 from tests.subprocesses import ROOT, run_python
 from tests.training.tiny_runs import save_inputs
 
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
-SCRIPTS = {"glue": "convert", "long_documents": "convert", "masked_lm": "convert", "causal_lm": "convert"}
-SCRIPTS["pretrain"] = "finetune"
+#: Settings of which the verb is all -> the verb.
+VERBS = {"glue": "convert", "long-documents": "convert", "masked-lm": "convert", "causal-lm": "convert"}
+VERBS["pretrain"] = "finetune"
 
 pytestmark = pytest.mark.skipif(not CONFIGS, reason="needs the repository's recipes, and runs outside of it")
 
 
-def script_of(config: Path) -> str:
-    """The script that a YAML file belongs to."""
-    name = config.stem if config.stem.endswith("-table") else config.stem.rpartition("-")[0]
-    return name.replace("-", "_")
+def recipe_of(config: Path) -> str:
+    """The recipe that a YAML file belongs to."""
+    return config.stem.rpartition("-")[0]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_options_can_be_read(config: Path) -> None:
-    options: Any = parse_verb(SCRIPTS.get(script_of(config), "convert"), ["--config", str(config)])
+    options: Any = parse_verb(VERBS.get(recipe_of(config), "convert"), ["--config", str(config)])
     header = config.read_text(encoding="utf-8")
     for word in ("# needs:", "# run:", "# expect:"):
         assert word in header, f"{config.name} lacks {word}"
@@ -45,10 +43,12 @@ def test_options_can_be_read(config: Path) -> None:
 def test_the_command_in_the_header_names_this_recipe(config: Path) -> None:
     text = config.read_text(encoding="utf-8").replace("\\\n#", "")
     (command,) = re.findall(r"^# run:\s+(.*)$", text, re.MULTILINE)
-    script = re.search(r"recipes/(\w+)\.py", command)
-    assert script is not None
-    assert script[1] == script_of(config)
-    assert (ROOT / "recipes" / f"{script[1]}.py").exists()
+    if (name := recipe_of(config)) in VERBS:
+        assert re.search(rf"hf.linear.attn {VERBS[name]} --config recipes/configs/{config.name} ", command)
+    else:
+        script = f"recipes/{name.replace('-', '_')}.py"
+        assert script in command
+        assert (ROOT / script).exists()
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
@@ -79,27 +79,22 @@ def arguments_of(folder: Path, name: str, out: Path) -> list[str]:
     stages = [*stage("transfer"), *stage("distill")]
     options = {
         "glue": [*encoder, *task, *stage("teacher"), *stages],
-        "long_documents": [*encoder, *task, *stage("teacher"), *stages],
-        "masked_lm": [*encoder, "--data.dataset", text, *stage("teacher"), *stages],
-        "causal_lm": [str(folder / "decoder"), "--data.dataset", text, *stages],
+        "long-documents": [*encoder, *task, *stage("teacher"), *stages],
+        "masked-lm": [*encoder, "--data.dataset", text, *stage("teacher"), *stages],
+        "causal-lm": [str(folder / "decoder"), "--data.dataset", text, *stages],
         "pretrain": ["--data.dataset", text, *stage("train")],
     }[name]
     if name == "pretrain":
         options += ["--train_tokenizer", "300", "--config_overrides.n_embd", "16", "--config_overrides.n_head", "2"]
-    return [*options, *SMALL, "--output", str(out)]
-
-
-def run(name: str, arguments: list[str]) -> int:
-    """Run a recipe in this process, and return its exit code."""
-    recipe = importlib.import_module(f"recipes.{name}")
-    return exit_code(lambda: recipe.main(arguments))
+    config = ROOT / "recipes" / "configs" / f"{name}-cpu.yaml"
+    return [VERBS[name], "--config", str(config), *options, *SMALL, "--output", str(out)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SCRIPTS))
+@pytest.mark.parametrize("name", sorted(VERBS))
 def test_small_settings_run(name: str, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert run(name, arguments_of(folder, name, out)) == 0
+    assert main(arguments_of(folder, name, out)) == 0
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert results["training"]["train" if name == "pretrain" else "distill"]["step"] == 2
     assert (out / "model" / "README.md").exists()
@@ -108,8 +103,8 @@ def test_small_settings_run(name: str, folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["glue", "pretrain"])
-def test_scripts_run_as_they_are(name: str, folder: Path, tmp_path: Path) -> None:
-    done = run_python(ROOT / "recipes" / f"{name}.py", *arguments_of(folder, name, tmp_path / "out"), timeout=300)
+def test_commands_run_as_they_are(name: str, folder: Path, tmp_path: Path) -> None:
+    done = run_python("-m", "hf_linear_attn", *arguments_of(folder, name, tmp_path / "out"), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"Result: {tmp_path / 'out' / 'model'}" in done.stderr
 
@@ -118,7 +113,7 @@ def test_scripts_run_as_they_are(name: str, folder: Path, tmp_path: Path) -> Non
 def test_a_trained_tokenizer_reads_any_text(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    assert run("pretrain", arguments_of(folder, "pretrain", tmp_path / "out")) == 0
+    assert main(arguments_of(folder, "pretrain", tmp_path / "out")) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
     strange = "Ünïcödé → \x00 𝄞"
     assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange
@@ -145,5 +140,5 @@ def test_bad_options_of_pretraining(
     model.mkdir()
     (model / "config.json").write_text("{}", encoding="utf-8")
     more = [str(model) if one == "MODEL" else one for one in more]
-    assert run("pretrain", [*arguments_of(folder, "pretrain", tmp_path / "out"), *more]) == code
+    assert main([*arguments_of(folder, "pretrain", tmp_path / "out"), *more]) == code
     assert message in capsys.readouterr().err

@@ -29,7 +29,6 @@ BENCHMARKS = {
     "compiled": "models:compiled",
     "decoding": "decoding:decoding",
     "encoder-start": "conversion:encoder_start",
-    "exact-heads": "exact_heads:exact_heads",
     "fidelity": "conversion:fidelity",
     "glue": "conversion:glue",
     "gpu": "gpu:gpu",

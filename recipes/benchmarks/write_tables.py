@@ -21,7 +21,6 @@ import pandas as pd
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli.listing import directions
-from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
 from hf_linear_attn.utils.timing import crossover, is_measurable
@@ -355,21 +354,6 @@ def encoder_start_table(lengths: Sequence[int] = (), outside: Sequence[str] = ()
     return to_markdown(table, text_columns=len(keys))
 
 
-def exact_heads_table() -> str:
-    """Recall and loss by share of exact heads and by way of choosing them; over all seeds."""
-    rows = Results.read("exact-heads.json").rows.dropna(subset=["share"]).sort_values("share", kind="stable")
-    lines = []
-    for (way, spread, share), group in rows.groupby(["way", "one in each layer", "share"], sort=False):
-        scores = group["scores"].sum()  # of lists
-        recall = sum(scores) / len(scores)
-        low, high = wilson_interval(recall, len(scores))
-        line = {"heads chosen by": f"{way}, one in each layer" if spread else way, "share": f"{100 * share:.0f} %"}
-        line["recall"] = _interval({"recall": recall, "low": low, "high": high})
-        line |= {"prompts": str(len(scores)), "loss": f"{group['loss'].dropna().iloc[0]:.3f}"}
-        lines.append(line)
-    return to_markdown(pd.DataFrame(lines))
-
-
 def budgets_table() -> str:
     """Conversions by `convert` with a budget alone: what was chosen, and what it costs."""
     lines = []
@@ -561,7 +545,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "encoder-start-neighbors": partial(encoder_start_table, metric="same_neighbor"),
     "encoder-start-short": partial(encoder_start_table, ENCODER_LENGTHS, ENCODER_COLUMNS),
     "evaluate": evaluation_summary,
-    "exact-heads": exact_heads_table,
     "fidelity": fidelity_tables,
     "glue": glue_table,
     "glue-exact-heads": partial(glue_table, "glue-exact-heads.json"),

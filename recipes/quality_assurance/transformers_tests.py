@@ -9,9 +9,7 @@ failure without an explanation (exit code 1 otherwise).
 
 The sdist carries the tests at the top of `tests/`, with the mixins of models and of training, and none of its folders:
 the mixins of generation and of export are missing there. `--source` takes an unpacked source archive of the same
-version (the repository's tag), which has them: then they run too. `--generation` takes a checkout of another version,
-of which `tests/generation` alone is used: its mixin is run over the decoders, and added to the results. What that
-version asks and the installed one no longer does fails in the control too.
+version (the repository's tag), which has them: then they run too.
 """
 
 import argparse
@@ -39,12 +37,8 @@ SUITE = "transformers_suite"
 CONTROL = "exact"
 BOTH = ("elu", "favor+", "hedgehog", "window")
 MECHANISMS = {"bert": (*BOTH, "linformer"), "gpt2": (*BOTH, "gla"), "llama": (*BOTH, "gla")}
-DECODERS = ("gpt2", "llama")
 #: What the common tests import and an sdist lacks: module -> class, which is then an empty one.
 MISSING = {"generation.test_utils": "GenerationTesterMixin", "exporters.test_export": "ExportTesterMixin"}
-
-#: What tests of generation of an earlier version say -> what the installed version calls it.
-RENAMED = {'"dynamic_full"': '"dynamic"', ".get_max_cache_shape(": ".get_max_length("}
 
 #: Why a test must fail on a patched model: a part of its name, a part of the message, the reason.
 EXPLAINED = (
@@ -150,18 +144,10 @@ def fetched(folder: Path) -> Path:
     return folder / archive.name.removesuffix(".tar.gz")
 
 
-def arranged(source: Path, folder: Path, generation: Path | None = None) -> list[str]:
+def arranged(source: Path, folder: Path) -> list[str]:
     """Copy the tests into `folder` as a package of their own name; returns the mixins that are empty stand-ins."""
     target = folder / SUITE
     shutil.copytree(source / "tests", target, ignore=shutil.ignore_patterns("models", "fixtures"))
-    if generation is not None:
-        shutil.rmtree(target / "generation", ignore_errors=True)
-        shutil.copytree(generation / "tests" / "generation", target / "generation")
-        path = target / "generation" / "test_utils.py"
-        text = path.read_text(encoding="utf-8")
-        for before, after in RENAMED.items():
-            text = text.replace(before, after)
-        path.write_text(text, encoding="utf-8")
     (target / "__init__.py").touch()
     absent = []
     for module, name in MISSING.items():
@@ -176,9 +162,9 @@ def arranged(source: Path, folder: Path, generation: Path | None = None) -> list
     return absent
 
 
-def run(family: str, attention: str, folder: Path, part: str = "") -> list[dict[str, str]]:
+def run(family: str, attention: str, folder: Path) -> list[dict[str, str]]:
     """One process: every test with its outcome (`passed`, `skipped`, `failed`) and the first line of its reason."""
-    names = {"SUITE_FAMILY": family, "SUITE_ATTENTION": attention, "SUITE_PART": part}
+    names = {"SUITE_FAMILY": family, "SUITE_ATTENTION": attention}
     names |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     names["PYTHONPATH"] = os.pathsep.join(str(path) for path in (ROOT, folder, folder / "site"))
     options = ["-c", str(folder / "pytest.ini"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-W", "ignore"]
@@ -222,13 +208,11 @@ def counts(rows: list[dict[str, str]]) -> dict[str, int]:
 
 def page(report: dict[str, Any]) -> str:
     """Return numbers by run, and every failure with its reason."""
-    generation = report.get("generation", {"runs": []})
-    tests = pd.DataFrame(
-        {**row, "family": run["family"], "attention": run["attention"]}
-        for run in (*report["runs"], *generation["runs"])
-        for row in run["tests"]
-        if "verdict" in row
-    ).fillna("")
+    rows: list[dict[str, str]] = []
+    for run in report["runs"]:
+        where = {"family": run["family"], "attention": run["attention"]}
+        rows += [{**row, **where} for row in run["tests"] if "verdict" in row]
+    tests = pd.DataFrame(rows).fillna("")
     groups = tests.groupby(["test", "reason", "verdict", "why"])[["family", "attention"]]
     failed = groups.apply(_where).reset_index(name="where")
     failed["why"] = failed["why"].where(failed["why"] != "", failed["verdict"])
@@ -240,11 +224,10 @@ def page(report: dict[str, Any]) -> str:
         f"{report['transformers']} ({report['source']}), over tiny models of five classes for each family. `exact` is "
         "the control: the same tests on models that are not patched.",
         _numbers(report["runs"]),
+        "## Not as in the control",
+        to_markdown(failed, text_columns=None),
     ]
-    if generation["runs"]:
-        head = f"The mixin of generation: {generation['source']}."
-        parts += ["## Generation", head, _numbers(generation["runs"])]
-    return "\n\n".join([*parts, "## Not as in the control", to_markdown(failed, text_columns=None)]) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def _numbers(runs: list[dict[str, Any]]) -> str:
@@ -268,38 +251,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="unpacked source archive of Transformers (default: its sdist)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--generation", type=Path, help="checkout of any version: only its tests of generation are run")
     options = parser.parse_args(argv)
-    path = options.out / "transformers-tests.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if options.generation and before.get("transformers") != version("transformers"):
-        raise ValueError(f"{path} has no results of transformers {version('transformers')}: run the other tests first.")
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         site = ["install", "--no-deps", "--target", str(folder / "site"), "parameterized"]
         subprocess.run([sys.executable, "-m", "pip", "--quiet", *site], check=True)
-        absent = arranged(options.source or fetched(folder), folder, options.generation)
-        for family in DECODERS if options.generation else MECHANISMS:
+        absent = arranged(options.source or fetched(folder), folder)
+        for family, mechanisms in MECHANISMS.items():
             control: dict[str, dict[str, str]] = {}
-            for attention in (CONTROL, *MECHANISMS[family]):
-                rows = run(family, attention, folder, "generation" if options.generation else "")
+            for attention in (CONTROL, *mechanisms):
+                rows = run(family, attention, folder)
                 control = control or {row["test"]: row for row in rows}
                 rows = [classified(row, control) for row in rows]
                 listed = [row for row in rows if row["outcome"] != "passed"]
                 runs.append({"family": family, "attention": attention, "counts": counts(rows), "tests": listed})
                 sys.stderr.write(f"{family} {attention}: {counts(rows)}\n")
-    if options.generation:
-        text = (options.generation / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
-        (release,) = re.findall(r'^__version__ = "(.*)"', text, flags=re.MULTILINE)
-        source = f"`tests/generation` of transformers {release}, over the models of {before['transformers']}"
-        report = {**before, "generation": {"source": source, "runs": runs}}
-    else:
-        source = "its sdist" if options.source is None else "a source archive"
-        source += f", which lacks {' and '.join(absent)}: nothing of these is run" if absent else ""
-        report = {"format_version": 1, "created": utc_now(), "transformers": version("transformers"), "source": source}
-        report |= {"environment": environment(), "runs": runs}
-    atomic_write(path, packed(report))
+    source = "its sdist" if options.source is None else "a source archive"
+    source += f", which lacks {' and '.join(absent)}: nothing of these is run" if absent else ""
+    report = {"format_version": 1, "created": utc_now(), "transformers": version("transformers"), "source": source}
+    report |= {"environment": environment(), "runs": runs}
+    atomic_write(options.out / "transformers-tests.json", packed(report))
     atomic_write(options.out / "transformers-tests.md", page(report))
     return 1 if any(entry["counts"]["unexplained"] for entry in runs) else 0
 

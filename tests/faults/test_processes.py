@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.checks import Observed
 from tests.subprocesses import ROOT, environment, torchrun
-from tests.test_recipes import SCRIPTS, arguments_of
+from tests.test_recipes import VERBS, arguments_of
 from tests.training.tiny_runs import save_decoder, save_encoder, save_inputs, save_text, weights
 
 #: Steps of every stage, and those between two checkpoints.
@@ -59,7 +59,7 @@ def recipe_command(name: str, tmp_path: Path, out: Path, *more: str) -> list[str
     for at, word in enumerate(arguments):
         if word.endswith(".max_steps"):
             arguments[at + 1] = STEPS
-    return [str(ROOT / "recipes" / f"{name}.py"), *arguments, "--save_steps", EVERY, *more]
+    return ["-m", "hf_linear_attn", *arguments, "--save_steps", EVERY, *more]
 
 
 def reached(out: Path) -> str:
@@ -86,7 +86,7 @@ def reached(out: Path) -> str:
     expected="resumed, the weights of the uninterrupted run",
 )
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(SCRIPTS))
+@pytest.mark.parametrize("name", sorted(VERBS))
 def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None:
     save_inputs(tmp_path)
     full = tmp_path / "whole"

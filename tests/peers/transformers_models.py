@@ -28,8 +28,6 @@ FAMILY = os.environ["SUITE_FAMILY"]
 #: The mechanism, or `exact` for models that are not patched.
 ATTENTION = os.environ["SUITE_ATTENTION"]
 EXACT = "exact"
-#: `generation` for the tests of that mixin alone.
-PART = os.environ.get("SUITE_PART", "")
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0}
@@ -138,10 +136,3 @@ class TrainingTests(TrainingTesterMixin, unittest.TestCase):
 
     all_model_classes = tuple(model_class(name) for name in KIND.classes[1:2])
     model_tester = property(lambda self: ModelTester(self))  # type: ignore[assignment]
-
-
-if PART == "generation":
-    del TrainingTests
-    for common in dir(ModelTesterMixin):
-        if common.startswith("test_") and not hasattr(GenerationTesterMixin, common):
-            setattr(SuiteTests, common, None)  # no test any more, for pytest and unittest alike
