@@ -68,6 +68,7 @@ from hf_linear_attn.study.models import weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
+from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
@@ -506,7 +507,7 @@ class Rivals:
         facts = {"model": name, "config": config, "environment": environment(torch.device("cpu"))}
         write_json(self.folder / "results.json", {**facts, "defaults": defaults_of(facts), "rows": rows})
         atomic_write(self.folder / "bytes.png", bytes_plot(rows))
-        parts = [f"# Ways to a smaller cache: {name}", summary_table(rows).to_markdown(index=False)]
+        parts = [f"# Ways to a smaller cache: {name}", to_markdown(summary_table(rows), text_columns=2)]
         parts += [EXPLANATION, "![Loss and recall by bytes of the cache](bytes.png)"]
         atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
 

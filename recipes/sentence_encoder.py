@@ -41,6 +41,7 @@ from hf_linear_attn.measure.embedding import EmbeddingCosine, sentence_embedding
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.models import load_tokenizer, weights_fingerprint
 from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
+from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.training.calibration import CALIBRATION_TOKENS
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.environment import environment
@@ -173,10 +174,10 @@ def run(config: RecipeConfig) -> None:
     parts = [
         "# A sentence encoder converted",
         f"{config.passages} held-out passages of {config.data.max_length} tokens, compared with the exact model:",
-        nearness.to_markdown(index=False, disable_numparse=True),
+        to_markdown(nearness),
         f"The document that holds a quoted sentence of {config.question_length} tokens, among {config.documents} of "
         f"{config.document_length:,} tokens:",
-        searched.to_markdown(index=False, disable_numparse=True),
+        to_markdown(searched),
     ]
     atomic_write(folder / "report.md", "\n\n".join(parts) + "\n")
 

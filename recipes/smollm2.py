@@ -56,6 +56,7 @@ from hf_linear_attn.study.models import load_tokenizer, weights_fingerprint
 from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.stages import FREE_OPTIONS
 from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
+from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.options import OptionError, option, to_dict
@@ -291,7 +292,7 @@ class Variants:
         atomic_write(self.folder / "loss-by-position.png", loss_plot(measured))
         parts = [
             "# A language model converted, and what it still knows of what lies far back",
-            summary_table(measured).to_markdown(index=False, disable_numparse=True),
+            to_markdown(summary_table(measured), text_columns=None),
             "Perplexity is that of held-out text, by its length; recall the mean score over all tasks and "
             "depths, by the length of the prompt; the time of a new token is divided by that of the exact model.",
             "![Loss by position](loss-by-position.png)",

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.utils import CONFIG_NAME
@@ -27,6 +28,7 @@ from .budgets import Budget
 from .comparison import Comparison, Quality
 from .kinds import KINDS
 from .result import ConversionResult
+from .tables import to_markdown
 
 #: A repository: a name, or an owner and a name.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -153,12 +155,12 @@ def results_table(result: ConversionResult) -> list[str]:
     names = dict.fromkeys(filter(is_shown, chain.from_iterable(values for _, values in stages)))
     if not names:
         return []
-    cells = [
-        [title, *(with_error(name, values) if values.get(name) is not None else "–" for name in names)]
-        for title, values in stages
-    ]
+    rows = []
+    for title, values in stages:
+        known = [name for name in names if values.get(name) is not None]
+        rows.append({"": title, **{name: with_error(name, values) for name in known}})
     sentence = comparison(result)
-    return markdown_table(["", *names], cells, numbers=len(names)) + (["", sentence] if sentence else [])
+    return markdown_lines(rows, ["", *names]) + (["", sentence] if sentence else [])
 
 
 def budget_lines(result: ConversionResult) -> list[str]:
@@ -202,15 +204,15 @@ def recall_table(result: ConversionResult) -> list[str]:
     asked = "the document of a sentence" if recall.task == RETRIEVAL else "one of four keys in prose"
     rows = []
     for name, values in (("teacher", recall.teacher), ("this model", recall.student)):
-        sizes = [f"{recall.length:,}", str(values["rows"])]
-        rows.append([name, *sizes, f"{values['recall']:.2f}", f"{values['low']:.2f} to {values['high']:.2f}"])
-    return markdown_table([f"recall: {asked}", "tokens", "prompts", "score", "95 % interval"], rows, numbers=4)
+        row = {f"recall: {asked}": name, "tokens": f"{recall.length:,}", "prompts": values["rows"]}
+        row["score"] = f"{values['recall']:.2f}"
+        rows.append({**row, "95 % interval": f"{values['low']:.2f} to {values['high']:.2f}"})
+    return markdown_lines(rows)
 
 
-def markdown_table(titles: list[str], rows: list[list[str]], numbers: int) -> list[str]:
-    """Lines of a Markdown table whose last columns, as many as `numbers`, are aligned on the right."""
-    alignment = ["---"] * (len(titles) - numbers) + ["---:"] * numbers
-    return [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (titles, alignment, *rows)]
+def markdown_lines(rows: list[dict[str, Any]], columns: list[str] | None = None, text_columns: int = 1) -> list[str]:
+    """Return the lines of a Markdown table with a row for each mapping of titles to cells."""
+    return to_markdown(pd.DataFrame(rows, columns=columns), text_columns=text_columns).splitlines()
 
 
 def exactness(counts: Mapping[str, Any]) -> str:
@@ -231,9 +233,12 @@ def speed_table(result: ConversionResult) -> list[str]:
     for length, exact, linear in zip(speed.lengths, speed.teacher, speed.student, strict=True):
         ratio, (low, high) = linear["speedup"], (linear["speedup_p20"], linear["speedup_p80"])
         text = f"{ratio:.2f}" if is_measurable(low, high) else NOT_MEASURABLE
-        times = [f"{1e3 * times['seconds']:.1f} ms" for times in (exact, linear)]
-        rows.append([f"{length:,}", *times, f"{text} ({low:.2f} to {high:.2f})"])
-    lines = markdown_table(["tokens", "teacher", "this model", "times as fast (p20 to p80)"], rows, numbers=4)
+        row = {"tokens": f"{length:,}"}
+        row |= {
+            name: f"{1e3 * times['seconds']:.1f} ms" for name, times in (("teacher", exact), ("this model", linear))
+        }
+        rows.append({**row, "times as fast (p20 to p80)": f"{text} ({low:.2f} to {high:.2f})"})
+    lines = markdown_lines(rows, text_columns=0)
     limit = speed.longest_input
     if limit is not None and max(speed.lengths) > limit:
         reach = f"The model was made for inputs of up to {limit:,} tokens. Of longer ones only the times are known"
@@ -265,18 +270,17 @@ def changed_options(options: Mapping[str, Any], default: Mapping[str, Any]) -> d
 
 def layers_table(result: ConversionResult) -> list[str]:
     """Return the linear layers, and what the linear part of each is worth: the loss without it, minus that with it."""
-    titles = ["layer", "attention", "exact heads", "learned parameters", "bytes of state"]
+    parts = {part["layer"]: part for part in result.linear_parts or ()}
     rows = []
     for layer in result.model.layers:
-        exact = "all" if layer["attention"] == EXACT else ", ".join(map(str, layer["exact_heads"])) or "–"
-        sizes = [f"{layer['parameters']:,}", f"{layer['state_bytes']:,}"]
-        rows.append([str(layer["index"]), layer["attention"], exact, *sizes])
-    parts = {part["layer"]: part for part in result.linear_parts or ()}
-    if parts:
-        titles.append("worth of the linear part")
-        for cells, layer in zip(rows, result.model.layers, strict=True):
-            cells.append(_worth(parts[layer["index"]]) if layer["index"] in parts else "")
-    return markdown_table(titles, rows, numbers=len(titles) - 3) if rows else []
+        heads = "all" if layer["attention"] == EXACT else ", ".join(map(str, layer["exact_heads"]))
+        row = {"layer": layer["index"], "attention": layer["attention"], "exact heads": heads or None}
+        row |= {"learned parameters": f"{layer['parameters']:,}", "bytes of state": f"{layer['state_bytes']:,}"}
+        if parts:
+            part = parts.get(layer["index"])
+            row["worth of the linear part"] = _worth(part) if part else ""
+        rows.append(row)
+    return markdown_lines(rows, text_columns=3) if rows else []
 
 
 def _worth(part: Mapping[str, Any]) -> str:

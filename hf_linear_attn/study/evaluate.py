@@ -163,7 +163,7 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
 
     It raises as `evaluate` does, and an ImportError where a package of the extra `demo` is missing.
     """
-    require_packages("matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
+    require_packages("matplotlib", "jinja2", extra="demo", purpose="A report")
     if config.model is None:
         raise OptionError("model", "is missing: give a local folder or a repository on the Hub.")
     with ConsoleProgress(console) as screen:

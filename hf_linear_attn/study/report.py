@@ -94,7 +94,7 @@ def write_report(evaluation: Evaluation, folder: Path) -> Path:
     Raises:
         ImportError: A package of the extra `demo` is missing.
     """
-    require_packages("matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
+    require_packages("matplotlib", "jinja2", extra="demo", purpose="A report")
     plots = draw_plots(evaluation)
     at = f" at {evaluation.length:,} tokens" if evaluation.length is not None else ""
     sentences = [f"{conclusion.label}: {conclusion.sentence}" for conclusion in evaluation.conclusions()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ import pandas as pd
 from ..utils.files import atomic_write
 
 PAGE, MARKDOWN = "report.html", "report.md"
+
+#: What a cell without a value shows.
+EMPTY = "–"
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,19 @@ class Part:
     note: str = ""
 
 
-def to_markdown(frame: pd.DataFrame) -> str:
-    """Return a table of text as Markdown, with its index."""
-    return str(frame.to_markdown(disable_numparse=True))
+def to_markdown(table: pd.DataFrame, *, text_columns: int | None = 1) -> str:
+    """Return a table as Markdown, without its index and without padding.
+
+    Args:
+        table: The cells. Missing ones are shown as a dash.
+        text_columns: How many columns are aligned left, the others right (None: all are).
+    """
+    left = len(table.columns) if text_columns is None else text_columns
+    alignment = [":---"] * left + ["---:"] * (len(table.columns) - left)
+    cells = table.astype(object).fillna(EMPTY).map(lambda cell: str(cell).replace("|", "/"))
+    rows = [[*map(str, table.columns)], *cells.to_numpy().tolist()]
+    titles, *lines = [re.sub(" {2,}", " ", f"| {' | '.join(row)} |") for row in rows]
+    return "\n".join([titles, f"|{'|'.join(alignment)}|", *lines])
 
 
 def to_html(frame: pd.DataFrame) -> str:
@@ -55,7 +69,7 @@ def write_page(folder: Path, title: str, lead: str, parts: Sequence[Part]) -> Pa
     for part in parts:
         picture = f"![{part.note}]({part.picture})" if part.picture else ""
         texts += [f"## {part.title}"] if part.title else []
-        texts += ["" if part.table is None else to_markdown(part.table), picture]
+        texts += ["" if part.table is None else to_markdown(part.table.reset_index(), text_columns=None), picture]
         texts += ["\n".join(f"- {sentence}" for sentence in part.sentences), "" if part.picture else part.note]
     atomic_write(folder / MARKDOWN, "\n\n".join(filter(None, texts)) + "\n")
     atomic_write(folder / PAGE, page)

@@ -22,11 +22,12 @@ import pandas as pd
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli.listing import directions
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.study.tables import EMPTY, to_markdown
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
 from hf_linear_attn.utils.timing import crossover, is_measurable
 
 from .. import rivals, sentence_encoder, smollm2
-from ..tables import EMPTY, RESULTS, ROOT, read_json, to_markdown
+from ..tables import RESULTS, ROOT, read_json
 
 FILES = ("README.md", "recipes/README.md", "recipes/results/README.md", "docs/*.md")
 MARK = re.compile(r"<!-- (?P<name>[\w-]+):begin -->\n.*?<!-- (?P=name):end -->", re.DOTALL)

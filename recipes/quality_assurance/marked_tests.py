@@ -28,9 +28,10 @@ from typing import Any
 
 import pandas as pd
 
+from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.utils.environment import environment, utc_now
 from hf_linear_attn.utils.files import atomic_write, write_json
-from recipes.tables import RESULTS, ROOT, to_markdown
+from recipes.tables import RESULTS, ROOT
 
 Rows = list[dict[str, Any]]
 

@@ -27,10 +27,11 @@ from typing import Any
 
 import pandas as pd
 
+from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.utils.environment import environment, utc_now
 from hf_linear_attn.utils.files import atomic_write
 from recipes.quality_assurance.marked_tests import run_tests
-from recipes.tables import RESULTS, ROOT, to_markdown
+from recipes.tables import RESULTS, ROOT
 
 CASES = ROOT / "tests" / "peers" / "transformers_models.py"
 SUITE = "transformers_suite"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from hf_linear_attn.study.tables import to_markdown
 from recipes.benchmarks import write_tables
-from recipes.benchmarks.write_tables import FILES, MARK, ROOT, TABLES, main, times, to_markdown, updated
+from recipes.benchmarks.write_tables import FILES, MARK, ROOT, TABLES, main, times, updated
 
 PAGES = sorted(path for pattern in FILES for path in ROOT.glob(pattern))
 

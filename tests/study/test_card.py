@@ -171,7 +171,7 @@ def test_a_teacher_at_the_level_of_the_most_frequent_answer(teacher, valid):
 def test_table_of_results():
     assert cards.results_table(result(STATE)) == [
         "| | accuracy | f1 |",
-        "| --- | ---: | ---: |",
+        "|:---|---:|---:|",
         "| exact attention (the teacher) | 0.80 ± 0.05 | 0.70 |",
         "| patched, nothing trained | 0.50 ± 0.06 | 0.10 |",
         "| after attention transfer | 0.60 ± 0.06 | 0.30 |",
@@ -186,14 +186,14 @@ def test_table_with_missing_metrics():
     state = {"teacher": accuracy(0.5), "patched": {}, "distilled": accuracy(1.0, 0.25)}
     assert cards.results_table(result(state))[:4] == [
         "| | accuracy | f1 |",
-        "| --- | ---: | ---: |",
+        "|:---|---:|---:|",
         "| exact attention (the teacher) | 0.50 ± 0.06 | – |",
         "| after distillation | 1.00 ± 0.02 | 0.25 |",
     ]
     assert cards.results_table(result()) == []
     assert cards.results_table(result({"trained": {"loss": 1.0}}, "loss", False)) == [
         "| | loss |",
-        "| --- | ---: |",
+        "|:---|---:|",
         "| after fine-tuning | 1.00 |",
     ]
 
