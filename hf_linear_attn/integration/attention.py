@@ -111,7 +111,8 @@ def terms_of(context: LayerContext, kwargs: dict[str, Any]) -> Terms | None:
         return None
     bias = kwargs.get("position_bias")
     bias = None if bias is None else bias[0, :, 0]
-    values = kwargs.get("s_aux"), kwargs.get("softcap") or None, bias, kwargs.get("disentangled")
+    positions = bias, kwargs.get("disentangled"), kwargs.get("alibi_slopes")
+    values = kwargs.get("s_aux"), kwargs.get("softcap") or None, *positions
     return None if all(value is None for value in values) else Terms(*values)
 
 

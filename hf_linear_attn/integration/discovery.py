@@ -198,9 +198,11 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
         )
     groups = getattr(module, "num_key_value_groups", None)
     kv_heads = heads // groups if groups else _first(module, ("num_key_value_heads",)) or heads
+    adapter = adapter_of(module)
+    if adapter is not None:
+        kv_heads = adapter.key_value_heads(module) or kv_heads
     value_dim = _first(module, ("v_head_dim",)) or head_dim
     sizes = heads, kv_heads, head_dim, value_dim
-    adapter = adapter_of(module)
     reach = 0 if adapter is None else adapter.bias_reach(module)
     return AttentionShape(*sizes, index, max_length, layer.causal, softcap=softcap_of(module), bias_reach=reach)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from .adapters import mpt
 from .context import ModelRun, forward_context
 from .packing import MASK_BOUNDARIES, document_numbers
 
@@ -31,13 +32,17 @@ def linear_attention_mask(**arguments: Any) -> Tensor | None:
 
     Returns:
         `[B, S]` True for real tokens (if bidirectional a view `[B, 1, L, S]` of it), a full mask `[B, 1, L, S]`, or
-        None where every token is real. The mask of a packed batch carries the boundaries of its documents.
+        None where every token is real (`mpt.all_real` in MPT, which converts its mask). The mask of a packed batch
+        carries the boundaries of its documents.
     """
     run = forward_context.packed_run()
     sizes = (arguments.get("batch_size"), arguments.get("q_length"), arguments.get("kv_length"))
-    if run is None or sizes != (*run.shape, run.shape[1]):
-        return _mask(**arguments)
-    return _packed_mask(run, arguments)
+    if run is not None and sizes == (*run.shape, run.shape[1]):
+        return _packed_mask(run, arguments)
+    mask = _mask(**arguments)
+    if mask is None and getattr(arguments.get("config"), "model_type", None) == mpt.MODEL_TYPE:
+        return mpt.all_real(arguments["batch_size"], arguments["kv_length"], arguments["device"])
+    return mask
 
 
 @torch.compiler.disable

@@ -19,6 +19,7 @@ TERM_NAMES = {
     "softcap": "a cap of the logits",
     "bias": "a relative position bias",
     "relative": "disentangled positions",
+    "slope": "ALiBi's linear biases",
 }
 EVERY_TERM = frozenset(TERM_NAMES)
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..feature_maps.base import FeatureFunctions
 from ..ops import windowed
-from ..ops.common import Features, State
+from ..ops.common import State
 from ..registry import register_attention
 from ..utils.options import option
 from .base import AttentionInputs
@@ -51,10 +51,4 @@ class ScatterbrainAttention(HybridAttention):
     def _maps(self, scaling: float) -> FeatureFunctions:
         """Return the maps with a log scale, of zero where they have none: they count as estimates of exp(τ q·k)."""
         query_map, key_map, _ = self.feature_map.functions(scaling)
-        return lambda x, start: _with_scale(query_map(x, start)), lambda x, start: _with_scale(key_map(x, start)), None
-
-
-def _with_scale(features: Features) -> Features:
-    """Give features without a log scale one of zero."""
-    values, log_scale = features
-    return features if log_scale is not None else Features(values, values.new_zeros(values.shape[:-1]))
+        return lambda x, start: query_map(x, start).scaled(), lambda x, start: key_map(x, start).scaled(), None

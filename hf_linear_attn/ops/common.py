@@ -80,6 +80,12 @@ class Features(NamedTuple):
         """Apply a function of the leading dimensions to both tensors."""
         return Features(function(self.values), None if self.log_scale is None else function(self.log_scale))
 
+    def scaled(self) -> Features:
+        """Return features with a log scale: zero where there was none."""
+        return (
+            self if self.log_scale is not None else Features(self.values, self.values.new_zeros(self.values.shape[:-1]))
+        )
+
 
 class KVState(NamedTuple):
     """The sums over some keys, `exp(-log_scale) Σ_j φ(k_j) [v_j, 1]`: `[…, m, e + 1]` and `[…]` (or None)."""
@@ -116,6 +122,12 @@ class KVState(NamedTuple):
         """Return one entry of a dimension, or a part of them."""
         return self.apply(lambda tensor: tensor[(slice(None),) * dim + (index,)])
 
+    def decayed(self, log_decay: Tensor | None) -> KVState:
+        """Multiply sums that have a log scale by `exp(log_decay)`; None: as they are."""
+        return (
+            self if log_decay is None or self.log_scale is None else self._replace(log_scale=self.log_scale + log_decay)
+        )
+
     def plus(self, other: KVState) -> KVState:
         """Add two sums, relative to the larger of their scales."""
         if self.log_scale is None or other.log_scale is None:
@@ -125,22 +137,29 @@ class KVState(NamedTuple):
         decay, other_decay = ((scale - floor).exp()[..., None, None] for scale in (self.log_scale, other.log_scale))
         return KVState(self.total * decay + other.total * other_decay, top)
 
-    def running(self, start: KVState, dim: int = 0) -> tuple[KVState, KVState]:
-        """Add up the n entries of a dimension, from `start` on: return the n sums before each entry, and the last."""
+    def running(self, start: KVState, dim: int = 0, log_decay: Tensor | None = None) -> tuple[KVState, KVState]:
+        """Add up the n entries of a dimension, from `start` on: return the n sums before each entry, and the last.
+
+        With `log_decay`, of sums that have a log scale, each entry follows a decay of all that is before it.
+        """
         if not is_free(self.total.shape[dim]):
             before = [start]
             for index in range(self.total.shape[dim]):
-                before.append(before[-1].plus(self.at(index, dim)))
+                before.append(before[-1].decayed(log_decay).plus(self.at(index, dim)))
             return KVState.stack(before[:-1], dim), before[-1]
         total = torch.cat([start.total.unsqueeze(dim), self.total], dim)
         if self.log_scale is None or start.log_scale is None:
             states = KVState(total.cumsum(dim), None)
         else:  # n² weights, for a graph of one operation whatever n
             scales = torch.cat([start.log_scale.unsqueeze(dim), self.log_scale], dim).movedim(dim, -1)
+            if log_decay is not None:
+                decays = log_decay.unsqueeze(-1) * torch.arange(scales.shape[-1], device=scales.device)
+                scales = scales - decays
             seen = earlier(scales)
             top = seen.amax(dim=-1)
             weights = (seen - finite_or_zero(top).unsqueeze(-1)).exp()
             joined = (weights @ total.movedim(dim, -3).flatten(-2)).unflatten(-1, total.shape[-2:])
+            top = top if log_decay is None else top + decays
             states = KVState(joined.movedim(-3, dim), top.movedim(-1, dim))
         return states.at(slice(0, self.total.shape[dim]), dim), states.at(-1, dim)
 

@@ -136,7 +136,7 @@ def _decayed(kv_state: KVState, log_decay: Tensor) -> KVState:
     """Decay sums `[…, m, e + 1]` by log_decay `[…, 1, 1 | m]`; with a log scale all features share one decay."""
     if kv_state.log_scale is None:
         return KVState(kv_state.total * log_decay.exp().transpose(-1, -2), None)
-    return KVState(kv_state.total, kv_state.log_scale + log_decay.reshape(kv_state.log_scale.shape))
+    return kv_state.decayed(log_decay.reshape(kv_state.log_scale.shape))
 
 
 def _scan(added: KVState, log_decay: Tensor, carry: KVState | None) -> tuple[KVState, KVState]:

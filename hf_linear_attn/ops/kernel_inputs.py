@@ -51,6 +51,8 @@ def _unsupported_terms(call: BackendCall) -> str | None:
     terms = call.terms
     if call.query.device.type != "cpu" or terms is None or terms.sink is not None or terms.softcap is not None:
         return "sinks and caps of the model's logits are not fused"
+    if terms.slope is not None:
+        return "sums that decay by ALiBi are not fused"
     if call.needs_grad():
         return "gradients of a model with terms in its logits are not fused"
     if call.query.shape[1] != call.key.shape[1]:

@@ -1,10 +1,12 @@
 """Terms that a model adds to the logits of its attention, declared once and carried by every call.
 
-    l_ij = cap tanh(τ q_i·k_j / cap) + b(i - j)
+    l_ij = cap tanh(τ q_i·k_j / cap) + b(i - j) - m (i - j)
     o_i  = Σ_j exp(l_ij) v_j / (exp(s) + Σ_j exp(l_ij))
 
 Exact weights have them as they stand. Outside of a window the weight `φ(q_i)·φ(k_j)` is multiplied by `exp(b(i - j))`,
-and b is constant on either side beyond its last distance: sums over far keys are multiplied by one number a head.
+and b is constant on either side beyond its last distance: sums over far keys are multiplied by one number a head. With
+a slope m (ALiBi, Press et al. 2021, arXiv:2108.12409) it is multiplied by `exp(-m (i - j))`: such sums decay by
+`exp(-m)` a token.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from .disentangled import Disentangled
 #: Queries whose explicit weights are in memory at a time.
 QUERY_BLOCK = 256
 
+#: Least exponent of the factor of a weight: the smallest factors would be zeros, which have no logarithm.
+LEAST_EXPONENT = -80.0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
@@ -33,12 +38,14 @@ class Terms:
         softcap: cap, the bound of all logits (Gemma 2).
         bias: b `[H, 2 D + 1]` for the distances i - j from -D to D, constant beyond them (T5).
         relative: Vectors for each distance that queries and keys are multiplied by (DeBERTa).
+        slope: m `[H]`, for as many key-value heads; `-m (i - j)` is added in decoders (ALiBi: BLOOM).
     """
 
     sink: Tensor | None = None
     softcap: float | None = None
     bias: Tensor | None = None
     relative: Disentangled | None = None
+    slope: Tensor | None = None
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Terms:
         """Apply a function to the tensors, whose first dimension is that of the query heads."""
@@ -53,7 +60,8 @@ class Terms:
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over the tensors that there are."""
         tables = () if self.relative is None else self.relative.tensors()
-        return itertools.chain((value for value in (self.sink, self.bias) if value is not None), tables)
+        heads = (self.sink, self.bias, self.slope)
+        return itertools.chain((value for value in heads if value is not None), tables)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the terms that there are."""
@@ -64,9 +72,9 @@ class Terms:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def applied(self, logits: Tensor, distance: Tensor | None) -> Tensor:
-        """Return logits `[B, H, L, S]` within the cap and with the bias; `distance` i - j as for `by_distance`."""
+        """Return logits `[B, H, L, S]` within the cap and with what depends on distances i - j as for `by_distance`."""
         logits = self.capped(logits)
-        if self.bias is None or distance is None:
+        if not self.has_distances or distance is None:
             return logits
         return logits + self.by_distance(distance).to(logits.dtype)
 
@@ -76,8 +84,8 @@ class Terms:
 
     def far_factors(self, query: Tensor, key: Tensor, distance: Tensor, window: int) -> Tensor | float:
         """Return the factors of all weights outside of a window for these tokens, `[B | 1, H, L, S]`."""
-        if self.bias is not None:
-            return self.by_distance(distance).exp()
+        if self.has_distances:
+            return self.by_distance(distance).clamp_min(LEAST_EXPONENT).exp()
         if self.relative is None:
             return 1.0
         rows = self.relative.exponents(query, window, keys=False, scaling=1.0)
@@ -85,8 +93,15 @@ class Terms:
         sides = (rows.unsqueeze(3) + keys.unsqueeze(2)).exp()
         return torch.where(distance > 0, sides[..., 0], sides[..., 1])
 
+    @property
+    def has_distances(self) -> bool:
+        """Whether a number that depends on the distance alone is added."""
+        return self.bias is not None or self.slope is not None
+
     def by_distance(self, distance: Tensor) -> Tensor:
-        """Return b at the distances i - j `[…, L, S]`, as `[…, H, L, S]`."""
+        """Return b or `-m (i - j)` at the distances i - j `[…, L, S]`, as `[…, H, L, S]`."""
+        if self.slope is not None:
+            return -self.slope[:, None, None] * distance.unsqueeze(-3)
         assert self.bias is not None
         last = self.bias.shape[1] // 2
         return self.bias[:, distance.clamp(-last, last) + last].movedim(0, -3)

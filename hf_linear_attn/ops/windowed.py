@@ -81,8 +81,16 @@ def capped_products(rows: Tensor, key: Tensor, terms: Terms | None) -> Tensor:
     return logits + key[..., -1].unsqueeze(-2)
 
 
-def with_sides(call: WindowedCall) -> WindowedCall:
-    """Return a call whose features are doubled, for keys on either side, where a term distinguishes them."""
+def with_term_features(call: WindowedCall) -> WindowedCall:
+    """Return a call whose features are such as its terms need.
+
+    They are doubled where a term distinguishes keys on either side. Those of keys have a log scale where sums decay.
+    """
+    if call.terms is not None and call.terms.slope is not None:
+        if not call.causal:
+            raise NotImplementedError("ALiBi is for decoders: in a bidirectional layer no sums decay.")
+        key_features = call.key_features
+        return call.replace(key_features=lambda x, start: key_features(x, start).scaled())
     if call.terms is None or call.terms.relative is None:
         return call
     if call.causal or is_free(call.query.shape[2]):
@@ -145,11 +153,25 @@ class Columns(NamedTuple):
     outside: Tensor | None = None
 
 
+def _largest(columns: Sequence[Columns]) -> Tensor:
+    """Return the largest logit of each row `[…, n]`."""
+    return reduce(torch.maximum, (part.logits.amax(dim=-1) for part in columns)).clamp_min(FLOOR)
+
+
+def _decaying(rows: Features, columns: Sequence[Columns], log_decay: Tensor | float) -> Features:
+    """Return features of rows whose weights outside of the window are multiplied by `exp(log_decay)`, `[…, n]`.
+
+    Those without a log scale are measured against the largest exact weight, as they are without a decay.
+    """
+    scale = _largest(columns) if rows.log_scale is None else rows.log_scale
+    return rows._replace(log_scale=scale + log_decay)
+
+
 def row_weights(
     rows: Features, columns: Sequence[Columns], far_scale: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Return the weights of all columns and the stabilisers c `[…, n]`; far_scale: the log scale of all other keys."""
-    top = reduce(torch.maximum, (part.logits.amax(dim=-1) for part in columns))
+    top = _largest(columns)
     if rows.log_scale is not None:  # everything is relative to the row's largest exponent, which then has no gradient
         scales = [] if far_scale is None else [far_scale]
         for part in columns:
@@ -157,7 +179,6 @@ def row_weights(
                 scale = part.keys.log_scale.detach().unsqueeze(-2)
                 scales.append(scale.masked_fill(part.outside == 0, float("-inf")).amax(dim=-1))
         top = reduce(torch.maximum, (rows.log_scale.detach() + scale.detach() for scale in scales), top.detach())
-    top = top.clamp_min(FLOOR)
     weights = []
     for part in columns:
         weight = (part.logits - top.unsqueeze(-1)).exp_()
@@ -169,7 +190,8 @@ def row_weights(
             estimate = (part.keys.values @ values.transpose(-1, -2)).transpose(-1, -2)
             if rows.log_scale is not None and part.keys.log_scale is not None:
                 gap = (rows.log_scale - top).unsqueeze(-1) + part.keys.log_scale.unsqueeze(-2)
-                estimate = estimate * gap.clamp(max=0.0).exp()  # at most 0 wherever it is used
+                # It is at most 0 wherever it is used, but for rounding, which must not take its gradient away.
+                estimate = estimate * (gap - gap.detach().clamp_min(0.0)).exp()
             weight = torch.addcmul(weight, estimate, part.outside)
         weights.append(weight)
     return weights, top
@@ -268,6 +290,8 @@ class _Part(NamedTuple):
     outside: Tensor | None
     #: How far the first row is behind the first key.
     offset: int
+    #: With a slope, what the log scales of the keys lack, `[G, c]`.
+    shift: Tensor | None
 
 
 class _Blocks(NamedTuple):
@@ -284,6 +308,8 @@ class _Blocks(NamedTuple):
         logits = capped_products(rows.query, self.key[now], terms)
         logits = logits if part.bias is None else logits + part.bias
         features = None if part.outside is None else self.features.apply(lambda x: x[now])
+        if features is not None and features.log_scale is not None and part.shift is not None:
+            features = features._replace(log_scale=features.log_scale + part.shift)
         if features is not None and terms is not None and terms.relative is not None:
             features = features._replace(values=one_side(features.values, 0 if part.offset > 0 else 1))
         return Columns(logits, features, part.outside)
@@ -302,7 +328,7 @@ def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: in
     parts, dtype = [], compute_dtype(call.query)
     index, keys = (torch.arange(length, device=call.query.device) for length in (size, width))
     repeats, least = call.query.shape[1] // call.key.shape[1], 0 if call.causal else 1 - call.window
-    terms = None if call.terms is None or call.terms.bias is None else call.terms
+    terms = None if call.terms is None or not call.terms.has_distances else call.terms
     for offset in offsets:
         near = index.unsqueeze(-1) - keys + offset
         distance = near.repeat(repeats, 1)
@@ -312,12 +338,15 @@ def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: in
         nearest, farthest = offset - width + 1, offset + size - 1
         all_inside = nearest >= least and farthest < call.window
         any_outside = farthest >= call.window or (not call.causal and nearest < least)
-        factor = outside.to(dtype)
+        factor, shift = outside.to(dtype), None
         if terms is not None:
             groups, all_inside = call.key.shape[1], False
             bias = bias + head_rows(terms.by_distance(near).to(dtype), groups)
-            factor = factor * head_rows(terms.outside(near).to(dtype), groups)
-        parts.append(_Part(None if all_inside else bias, factor if any_outside else None, offset))
+            if terms.slope is None:
+                factor = factor * head_rows(terms.outside(near).to(dtype), groups)
+            else:  # the scales of a block stand for the distances of the block before the neighbours
+                shift = terms.slope[:, None].to(dtype) * (keys // size * size + offsets[0] + size - offset)
+        parts.append(_Part(None if all_inside else bias, factor if any_outside else None, offset, shift))
     return parts
 
 
@@ -335,6 +364,8 @@ class _BlockedCall:
     def __init__(self, call: WindowedCall, valid: Tensor, far: Tensor, sinks: Sinks | None, older: int = 0) -> None:
         batch, heads, length, _ = call.query.shape
         self.call, self.sinks, self.free = call, sinks, is_free(length)
+        slope = None if call.terms is None else call.terms.slope
+        self.slope = None if slope is None else slope.to(compute_dtype(call.query))
         size = min(max(call.window, MIN_BLOCK), MAX_BLOCK)
         self.size = size
         if not self.free:
@@ -356,6 +387,8 @@ class _BlockedCall:
         width = (self.reach + 1 + self.ahead) * self.size if self.free else self.size
         offsets = range(self.reach * self.size, -self.ahead * self.size - 1, -width)
         self.parts = _neighbours(call, self.size, offsets, width)
+        #: What the sums before a block are multiplied by to be those before the next.
+        self.log_decay = None if self.slope is None else -self.slope * self.size
         step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * self.size * self.size, 1))
         step = self.count if torch.compiler.is_compiling() else min(step, self.count)
         #: The first block of rows of each group.
@@ -404,9 +437,15 @@ class _BlockedCall:
         values = split_blocks(values * far.to(values.dtype)[:, None, :, None], self.size, featured)
         if log_scale is not None:
             log_scale = split_blocks(mask_tokens(log_scale, far, float("-inf")), self.size, featured)
+            if self.slope is not None:  # relative to the first row that has the block in no neighbour
+                log_scale = log_scale + self.slope[:, None] * (self._index() - (self.reach + 1) * self.size)
         features = Features(values, log_scale)
         kv_state = KVState.of(features, value[:featured])
         return _Blocks(split_blocks(torch.cat([key, bias], dim=-1), self.size, count), value, features, kv_state)
+
+    def _index(self) -> Tensor:
+        """Return the numbers of the tokens of a block."""
+        return torch.arange(self.size, device=self.key.device)
 
     def rows(self, start: int) -> QueryRows:
         """Return the queries of a group as blocks `[n, B, G, R·c, …]`."""
@@ -436,6 +475,8 @@ class _BlockedCall:
         if terms is not None and terms.sink is not None:
             pairs.append(_keyless_column(terms.sink, rows, keys.value))
         columns, values = zip(*pairs, strict=True)
+        if self.slope is not None:
+            features = _decaying(features, columns, -self.slope[:, None] * self._index())
         weights, total = _far_and_near(features, columns, far)
         for weight, value in zip(weights, values, strict=True):
             total = total + weight @ value
@@ -486,7 +527,7 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
     key = functional.pad(sinks.key.to(rows.query.dtype), (0, 1))
     hidden = ~outside.repeat(1, 1, repeats, 1).unsqueeze(2)
     logits = capped_products(rows.query, key, call.terms)
-    if call.terms is not None and call.terms.bias is not None:
+    if call.terms is not None and call.terms.has_distances:
         bias = call.terms.by_distance(sinks.distance(numbers)).to(logits.dtype)  # [B, n, H, c, s]
         logits = logits + head_rows(bias, call.key.shape[1]).movedim(1, 0)
     if call.terms is not None and call.terms.relative is not None:
@@ -509,6 +550,7 @@ def _keyless_column(sink: Tensor, rows: QueryRows, values: Tensor) -> tuple[Colu
 def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
     """Compute the causal form of at least one token, and the state after it; outputs at padding are zero."""
     length, window = call.query.shape[2], call.window
+    call = with_term_features(call)
     inputs, valid, query_index, ring = gather_tokens(call, call.log_mixing_weights())
     sinks, first = first_tokens(call)
     position = torch.arange(-window, length, device=call.query.device)
@@ -517,14 +559,19 @@ def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
         far = far & (position > sinks.position[:, -1:])
     blocked = _BlockedCall(inputs, valid, far, sinks, older=window)
     carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
+    slope = blocked.slope
+    if slope is not None and call.state is not None and call.mask is not None:  # whose padding comes first
+        carried = carried.decayed((~call.mask).sum(dim=1, keepdim=True) * slope)
     for start in blocked.starts:
         count, rows, keys = blocked.group_size(start), blocked.rows(start), blocked.keys(start)
-        before, carried = keys.kv_state.at(slice(0, count)).running(carried)
+        before, carried = keys.kv_state.at(slice(0, count)).running(carried, log_decay=blocked.log_decay)
         parts.append(blocked.attend(start, rows, keys, before))
     out = blocked.join(parts)
     if query_index is not None:
         out = mask_tokens(take_tokens(out, query_index), call.mask)
-    after = carried.plus(keys.kv_state.at(-blocked.reach if blocked.free else count))
+    after = carried.decayed(blocked.log_decay).plus(keys.kv_state.at(-blocked.reach if blocked.free else count))
+    if slope is not None:  # relative to the next token
+        after = after.decayed(slope * ((blocked.count + 1) * blocked.size - length))
     return out, {**after.state(), **ring, **first}
 
 
@@ -539,7 +586,7 @@ def windowed_bidirectional(call: WindowedCall, sinks: Sinks | None) -> Tensor:
     valid = far = torch.ones_like(positions, dtype=torch.bool).unsqueeze(0) if call.mask is None else call.mask
     if sinks is not None:
         far = far & ~(sinks.position.unsqueeze(-1) == positions).any(dim=1)
-    masked = with_sides(call.replace(query=mask_tokens(call.query, call.mask)))
+    masked = with_term_features(call.replace(query=mask_tokens(call.query, call.mask)))
     blocked = _BlockedCall(masked, valid, far, sinks)
     carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
     for start, later in zip(blocked.starts, blocked.later_states(), strict=True):
@@ -587,8 +634,10 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
 
     The oldest key of the ring moves into `kv` and `k_sum` unless it is a sink, and the new key is appended to the ring.
     """
-    query, key, value = call.query, call.key, call.value
+    call = with_term_features(call)
+    query, key, value, terms = call.query, call.key, call.value, call.terms
     dtype = compute_dtype(query)
+    slope = None if terms is None or terms.slope is None else terms.slope.to(dtype)
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
     near = torch.cat([state["ring_mask"][:, 1:], state["ring_mask"].new_ones(batch, 1)], dim=1)
     near_key, ring_key = append(state["ring_key"][:, :, 1:], key, call.cache_dtype)
@@ -599,7 +648,8 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     oldest_position = state["count"].unsqueeze(1) - call.window  # of the token that leaves the window
     oldest = state["ring_mask"][:, :1] & (oldest_position >= call.sinks)
     older = masked_key_features(call.key_features, oldest_key, 0, oldest, dtype)
-    far = KVState.from_state(state).plus(KVState.of(older, with_ones(mask_tokens(oldest_value, oldest))))
+    leaving = KVState.of(older, with_ones(mask_tokens(oldest_value, oldest)))
+    far = KVState.from_state(state).plus(leaving.decayed(None if slope is None else -slope * call.window))
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
         near = torch.cat([near, torch.arange(call.sinks, device=near.device) <= oldest_position], dim=1)
@@ -609,10 +659,9 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
         near_key, near_value = mask_tokens(near_key, near), mask_tokens(near_value, near)
     grouped = (batch, groups, heads // groups, -1)
     logits = (query.to(dtype) * call.scaling).reshape(grouped) @ near_key.transpose(-1, -2)
-    terms = call.terms
     if terms is not None:
         logits = terms.capped(logits)
-        if terms.bias is not None:
+        if terms.has_distances:
             logits = logits + terms.by_distance(_step_distances(call, state)).to(dtype).reshape(*logits.shape[:3], -1)
     if not full:
         logits = logits.masked_fill(~near[:, None, None, :], float("-inf"))
@@ -622,10 +671,13 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     columns = [Columns(logits)]
     if terms is not None and terms.sink is not None:
         columns.append(Columns(terms.sink.to(dtype).view(1, groups, -1, 1).expand(batch, -1, -1, -1)))
+    if slope is not None:
+        features = _decaying(features, columns, 0.0)
     weights, total = _far_and_near(features, columns, far)
     normaliser = torch.cat([*weights, total[..., -1:]], dim=-1).sum(dim=-1)
     out = divide(weights[0] @ near_value + total[..., :-1], normaliser)
-    return out.view(batch, heads, 1, -1).to(value.dtype), {**far.state(), **ring, **first}
+    after = far.decayed(None if slope is None else -slope)
+    return out.view(batch, heads, 1, -1).to(value.dtype), {**after.state(), **ring, **first}
 
 
 def _step_distances(call: WindowedCall, state: State) -> Tensor:
@@ -661,7 +713,7 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         allowed: `[B | 1, H | 1, L, S]`, which keys are visible at all.
         start: The position of the first query (None: the queries are the last of the keys).
     """
-    call = with_sides(call)
+    call = with_term_features(call)
     query, key, log_mix, terms = call.query, call.key, far_mix(call), call.terms
     batch, groups = key.shape[:2]
     rows = make_query_rows(query, call.query_features, 0, groups, call.scaling, log_mix)
@@ -674,23 +726,31 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         for flags in (inside & allowed, ~inside & allowed)
     )
     logits, outside = capped_products(rows.query, functional.pad(key, (0, 1)), terms), outside.to(key.dtype)
-    if terms is not None and terms.bias is not None:
+    features = call.key_features(key, 0)
+    if terms is not None and terms.has_distances:
         distance = distances(query.shape[2], key.shape[2], start, key.device)
         logits = logits + head_rows(terms.by_distance(distance).to(logits.dtype), groups)
-        outside = outside * head_rows(terms.outside(distance).to(logits.dtype), groups)
-    features = call.key_features(key, 0)
+        if terms.slope is None:
+            outside = outside * head_rows(terms.outside(distance).to(logits.dtype), groups)
     if terms is not None and terms.relative is not None:
         distance = distances(query.shape[2], key.shape[2], start, key.device)
         logits = logits + terms.relative.pairs(rows.query[..., :-1], key, distance)
         behind = features._replace(values=one_side(features.values, 1))
         other = Columns(torch.full_like(logits, float("-inf")), behind, outside * (distance < 0))
         outside, features = outside * (distance > 0), features._replace(values=one_side(features.values, 0))
+    if terms is not None and terms.slope is not None and features.log_scale is not None:
+        places = torch.arange(key.shape[2], device=key.device)
+        features = features._replace(log_scale=features.log_scale + terms.slope[:, None].to(key.dtype) * places)
     columns = [Columns(logits.masked_fill(~exact, float("-inf")), features, outside)]
     if terms is not None and terms.sink is not None:
         columns.append(_keyless_column(terms.sink, rows, key)[0])
     if terms is not None and terms.relative is not None:
         columns.append(other)
-    parts = [part.reshape(*query.shape[:3], -1) for part in row_weights(rows.features, columns)[0]]
+    features = rows.features
+    if terms is not None and terms.slope is not None:  # distances are the differences of those to the first key
+        log_decay = -terms.slope[:, None].to(key.dtype) * distance[:, 0]
+        features = _decaying(features, columns, log_decay)
+    parts = [part.reshape(*query.shape[:3], -1) for part in row_weights(features, columns)[0]]
     total = torch.cat(parts, dim=-1).sum(dim=-1)
     keyed = [part for part in parts if part.shape[-1] == key.shape[2]]
     return divide(torch.stack(keyed).sum(dim=0), total)

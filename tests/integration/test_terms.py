@@ -33,8 +33,9 @@ SINKS = ("gpt_oss", *slow("granite_swa", "granitemoe_swa", "flint", "mimo_v2_fla
 CAPS = ("gemma2", *slow("vaultgemma", "t5gemma"))
 BIASES = ("t5", "mpnet", *slow("mt5", "umt5", "switch_transformers", "pop2piano", "longt5"))
 DISENTANGLED = ("deberta-v2", "deberta", "sew-d")
-EVERY = pytest.mark.parametrize("model_type", [*SINKS, *CAPS, *BIASES, *DISENTANGLED[:2]])
-DECODERS = pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", *slow("flint", "vaultgemma")])
+ALIBI = ("bloom", "mpt", "falcon")
+EVERY = pytest.mark.parametrize("model_type", [*SINKS, *CAPS, *BIASES, *DISENTANGLED[:2], *ALIBI])
+DECODERS = pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", *ALIBI, *slow("flint", "vaultgemma")])
 WHOLE = {"window_size": 128}
 
 
@@ -49,6 +50,7 @@ SMALL_TERMS = {
     "max_relative_positions": 40,
     "norm_rel_ebd": "layer_norm",
     "share_att_key": True,
+    "alibi": True,
 }
 
 
@@ -95,6 +97,10 @@ def without_terms(model):
             layer.module.sinks.data.fill_(-100.0)
         if getattr(layer.module, "attn_logit_softcapping", None):
             layer.module.attn_logit_softcapping = 1e4
+    if model.config.model_type in ALIBI:  # slopes are no parameters
+        patched_with(bare, **WHOLE)
+        for layer in find_attention(bare):
+            layer.module.alibi_slopes = (0.0,) * len(layer.module.alibi_slopes)
     for name, parameter in bare.named_parameters():
         if name.endswith("relative_attention_bias.weight"):
             parameter.data.zero_()

@@ -22,7 +22,12 @@ from tests.inputs import padding_mask
 from tests.reference import naive
 
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-KINDS = pytest.mark.parametrize("kind", ["sink", "softcap", "bias", "all"])
+NAMES = ["sink", "softcap", "bias", "all"]
+KINDS = pytest.mark.parametrize("kind", [*NAMES, "slope"])
+#: A slope is for decoders.
+CASES = pytest.mark.parametrize(
+    ("causal", "kind"), [*((causal, kind) for causal in (False, True) for kind in NAMES), (True, "slope")]
+)
 SCALING, CAP, REACH, WINDOW = 0.9, 2.0, 4, 5
 
 
@@ -36,11 +41,20 @@ def terms_of(kind, causal, heads=4, seed=5):
     sink = torch.randn(heads, generator=generator, dtype=torch.float64).requires_grad_()
     bias = torch.randn(heads, 2 * REACH + 1, generator=generator, dtype=torch.float64).requires_grad_()
     every = {"sink": sink, "softcap": CAP, "bias": bias}
+    if kind == "slope":
+        return Terms(slope=torch.tensor([0.5, 0.25, 0.0625, 0.003], dtype=torch.float64).requires_grad_())
     return Terms(**(every if kind == "all" else {kind: every[kind]}))
+
+
+def groups_of(kind, causal):
+    """Key-value heads: with slopes as many as heads."""
+    return 2 if causal and kind != "slope" else 4
 
 
 def explicit_bias(terms, length):
     """b `[H, L, L]`, pair by pair."""
+    if terms.slope is not None:
+        return torch.stack([-terms.slope[:, None] * (i - torch.arange(length)) for i in range(length)], dim=1)
     if terms.bias is None:
         return 0.0
     rows = []
@@ -85,12 +99,11 @@ def definition(module, qkv, terms, causal, mask, sinks):
     return out
 
 
-@BOTH
-@KINDS
+@CASES
 @pytest.mark.parametrize("name", ["vq", "hedgehog"])
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_a_window_with_terms_is_its_definition_with_all_gradients(causal, kind, name, padding):
-    groups = 2 if causal else 4
+    groups = groups_of(kind, causal)
     terms = terms_of(kind, causal)
     module = build("window", causal, groups, terms.softcap, window_size=WINDOW, feature_map=name, mix_init=0.3,
                    saturation=None, sink_tokens=2)  # fmt: skip
@@ -108,8 +121,7 @@ def test_a_window_with_terms_is_its_definition_with_all_gradients(causal, kind, 
         assert_close(actual, right, factor=10)
 
 
-@BOTH
-@KINDS
+@CASES
 def test_explicit_weights_with_terms_give_the_outputs(causal, kind):
     terms = terms_of(kind, causal)
     module = build("window", causal, 4, terms.softcap, window_size=WINDOW, mix_init=0.3, saturation=None)
@@ -128,7 +140,8 @@ def test_explicit_weights_with_terms_give_the_outputs(causal, kind):
 def test_tokens_one_by_one_and_prompts_in_pieces_see_the_terms(kind, cache_dtype):
     terms = terms_of(kind, True)
     options = {"window_size": WINDOW, "mix_init": 0.3, "saturation": None, "cache_dtype": cache_dtype}
-    module, qkv = build("window", True, 2, terms.softcap, **options), tensors(33, 2)
+    groups = groups_of(kind, True)
+    module, qkv = build("window", True, groups, terms.softcap, **options), tensors(33, groups)
     with torch.no_grad():
         whole, _ = module(AttentionInputs(*qkv, SCALING, True, terms=terms))
         parts, state = [], None
@@ -144,13 +157,13 @@ def test_tokens_one_by_one_and_prompts_in_pieces_see_the_terms(kind, cache_dtype
         assert float((joined[:, :, 0] - whole[:, :, 0]).abs().max()) < 1e-9
 
 
-@BOTH
-@KINDS
+@CASES
 def test_exact_attention_with_terms_is_its_definition(causal, kind):
     """Also in pieces, with padding, and in rows of more than one block of queries."""
     terms, length = terms_of(kind, causal), 300
-    qkv, mask = tensors(length, 2), padding_mask([300, 37], 300, "left")
-    module = build("softmax", causal, 2)
+    groups = groups_of(kind, causal)
+    qkv, mask = tensors(length, groups), padding_mask([300, 37], 300, "left")
+    module = build("softmax", causal, groups)
     allowed = naive.visible(mask, 2, length, length, causal)
     bias = explicit_bias(terms, length)
     expected = naive.attention_with_terms(*qkv, allowed, SCALING, sink=terms.sink, cap=terms.softcap, bias=bias)
@@ -167,16 +180,17 @@ def test_exact_attention_with_terms_is_its_definition(causal, kind):
 
 @KINDS
 def test_exact_heads_get_their_own_terms(kind):
-    terms, qkv = terms_of(kind, True), tensors(40, 2)
+    groups = groups_of(kind, True)
+    terms, qkv = terms_of(kind, True), tensors(40, groups)
     entry, options = ATTENTIONS.get("window"), LayerConfig("window", {"window_size": 40}).build_options()[0]
-    shape = AttentionShape(4, 2, 6, 6, causal=True, softcap=terms.softcap)
+    shape = AttentionShape(4, groups, 6, 6, causal=True, softcap=terms.softcap)
     mixture = HeadMixture(shape, entry, options, [1]).double()
     allowed = naive.visible(None, 2, 40, 40, True)
     bias = explicit_bias(terms, 40)
     expected = naive.attention_with_terms(*qkv, allowed, SCALING, sink=terms.sink, cap=terms.softcap, bias=bias)
     inputs = AttentionInputs(*qkv, SCALING, True, terms=terms)
     assert_close(mixture(inputs)[0], expected)
-    assert_close(mixture.attention_weights(inputs) @ inputs.value.repeat_interleave(2, 1), expected)
+    assert_close(mixture.attention_weights(inputs) @ inputs.value.repeat_interleave(4 // groups, 1), expected)
 
 
 def test_a_window_is_as_wide_as_a_position_bias_reaches():

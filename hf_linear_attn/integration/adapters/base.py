@@ -31,6 +31,10 @@ class Adapter:
         """Return the distance from which on the position bias of a module is constant; 0 without one."""
         return 0
 
+    def key_value_heads(self, module: Any) -> int | None:
+        """Return the number of key-value heads that a module passes; None where it and its config say so."""
+        return None
+
     def install(self, module: Any, parents: Sequence[Any]) -> None:
         """Change what a module does, but not its class; `parents` are the modules around it, the nearest first."""
 
@@ -56,13 +60,16 @@ class OutsideAdapter(Adapter):
         if not hasattr(module, "config"):
             module.config = next(parent.config for parent in parents if hasattr(parent, "config"))
             module.has_config_of_model = True
-        module.is_causal = self.causal
+        if not hasattr(module, "is_causal"):
+            module.is_causal = self.causal
+            module.has_flag_of_family = True
         set_method(module, "forward", self.forward)
 
     def remove(self, module: Any, parents: Sequence[Any]) -> None:
         if vars(module).pop("has_config_of_model", False):
             del module.config
-        del module.is_causal
+        if vars(module).pop("has_flag_of_family", False):
+            del module.is_causal
         remove_method(module, "forward")
 
 
