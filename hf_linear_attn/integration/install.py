@@ -57,7 +57,7 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: P
     numbers = {id(layer.module): (number, layer) for number, layer in enumerate(self_attention(root))}
     layers = self_attention(model)
     planned: Plan = {}
-    skipped = []
+    skipped: dict[int, str] = {}
     for index, (part, layer_config) in enumerate(
         zip(layers, config.resolve([layer.name for layer in layers]), strict=True)
     ):
@@ -72,18 +72,22 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: P
                     f"Layer {index} ({layer.name}) attends to a part of the sequence only ({layer.span}); it is not "
                     "quadratic and stays exact. Leave it out."
                 )
-            skipped.append(f"{index} ({layer.span})")
+            skipped[index] = layer.span
             continue
         _check_layer(model, index, layer, layer_config)
         planned[number] = layer, layer_config
     if not planned:
         reason = " Every layer is 'softmax'."
         if skipped:
-            reason = (
-                f" Left exact: {', '.join(skipped)}: only layers of full attention are replaced. Sliding windows "
-                "become full attention, which can be patched, if the config says so before the model is loaded "
-                "(sliding_window=None, or 'full_attention' in layer_types)."
+            spans = ", ".join(f"{index} ({span})" for index, span in skipped.items())
+            reason = f" Left exact: {spans}: only layers of full attention are replaced."
+        if any("sliding" in span for span in skipped.values()):
+            reason += (
+                " Sliding windows become full attention, which can be patched, if the config says so before the model "
+                "is loaded (sliding_window=None, or 'full_attention' in layer_types)."
             )
+        elif any("hybrid" in span for span in skipped.values()):
+            reason += " The layers 'hybrid' keep a state of their mixer beside keys and values in one layer of a cache."
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
     _check_shared_masks(root, [layer for _, layer in numbers.values()], planned)
     _warn_of_flags(root, [layer for layer, _ in planned.values()])

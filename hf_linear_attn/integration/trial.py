@@ -1,10 +1,10 @@
 """Whether linear attention works in an architecture: by the table that is shipped, else by a trial.
 
 A new version of Transformers, or a class of the user's own, may handle caches or masks in a way that nobody has seen
-here, and be wrong without a word. What the table does not list is therefore tried: on a dozen random tokens, a model
-with a window over the whole input must equal the exact one in one pass, with padding on the left, and in pieces with a
-cache. The verdict is kept in the cache folder. The model itself is never touched: a copy runs, of the first layers,
-which shares its weights.
+here, and be wrong without a word. What the table does not list is therefore tried: on a dozen random tokens, or on two
+images or sounds, a model with a window over the whole input must equal the exact one in one pass, with padding on the
+left, and in pieces with a cache. The verdict is kept in the cache folder. The model itself is never touched: a copy
+runs, of the first layers, which shares its weights.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ from ..version import __version__
 from .cache_argument import cache_argument, output_cache, takes_cache
 from .context import is_patched
 from .discovery import AttentionLayer, find_attention
+from .exact import observe_attention
 from .install import build_mechanisms, choose_layers, install_layers, installed_layers, remove_layers
 from .models import base_class, parent_names
 
@@ -48,12 +49,24 @@ SKIP_VARIABLE = "HF_LINEAR_ATTN_SKIP_TRIAL"
 
 #: Tokens of the trial, and those among them that pad the second row.
 LENGTH, PADDING = 12, 4
-#: Where the tokens are cut into pieces: a single one on an empty cache, several, and single ones again.
-CUTS = (0, 1, 8, 11, LENGTH)
+#: Where the tokens are cut into pieces: a single one on an empty cache and several; single ones after a prompt.
+CUTS = (0, 1, 8, LENGTH)
+CUTS_BY_TOKEN = (0, 9, 10, 11, LENGTH)
 #: The first layers of a stack that run, at least.
 LEAST_LAYERS = 2
 #: Windows over the whole of some tokens, and of the patches of an image.
 TOKEN_WINDOW, IMAGE_WINDOW = 64, 8192
+#: Fields of configs: the sizes of images, patches and spectrograms.
+SIZES = (
+    ("image_size",),
+    ("num_channels", "in_channels"),
+    ("patch_size",),
+    ("temporal_patch_size",),
+    ("num_mel_bins",),
+    ("max_source_positions",),
+)
+#: Samples of a sound, and frames, rows and columns of the patches of two images.
+SAMPLES, GRID = 4000, ((1, 4, 4), (1, 4, 4))
 #: Largest `‖a - b‖ / ‖b‖` of outputs by the coarsest dtype of the weights; other dtypes are those of quantized weights.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 3e-2}
 COARSE = 1e-1
@@ -216,14 +229,19 @@ def try_layers(root: PreTrainedModel, candidates: Sequence[str], names: Sequence
 def _try_twin(twin: PreTrainedModel, candidates: Sequence[str], names: Sequence[str]) -> str:
     part, inputs, expected = _run_exactly(twin, candidates)
     try:
-        reached = _patch(twin, names, TOKEN_WINDOW if "input_ids" in inputs else IMAGE_WINDOW)
+        _patch(twin, names, TOKEN_WINDOW if "input_ids" in inputs else IMAGE_WINDOW)
     except (NotImplementedError, ValueError) as error:
         raise UntriableError(f"a window does not fit ({error})") from error
     for way, outputs in expected.items():
         if problem := _compare(way, part, inputs, outputs):
             return problem
-    if missed := sorted(set(names) - reached):
-        raise UntriableError(f"the inputs of a trial do not reach {missed[0]}")
+    # A module may run and yet compute its attention elsewhere, as before.
+    reached: set[nn.Module] = set()
+    with observe_attention(twin, lambda call: reached.add(call.module)):
+        _in_one_pass(part, inputs)
+    for name in names:
+        if twin.get_submodule(name) not in reached:
+            raise UntriableError(f"the inputs of a trial do not reach the attention of {name}")
     return ""
 
 
@@ -275,21 +293,17 @@ def _switches(holder: object) -> list[tuple[str, Any]]:
     return sorted((name, value) for name, value in vars(holder).items() if isinstance(value, bool | str | None))
 
 
-def _patch(twin: PreTrainedModel, names: Sequence[str], window_size: int) -> set[str]:
-    """Put a window over the whole input into these layers; return a set that the names of those that run will fill."""
+def _patch(twin: PreTrainedModel, names: Sequence[str], window_size: int) -> None:
+    """Put a window over the whole input into these layers."""
     window = {"attention": "window", "window_size": window_size, "feature_map": "hedgehog"}
     config = LinearAttentionConfig.parse({"default": EXACT, **dict.fromkeys(names, window)})
     planned = choose_layers(twin, config, twin)
     install_layers([twin], planned, build_mechanisms(twin, planned, None))
-    reached: set[str] = set()
-    for name in names:
-        twin.get_submodule(name).register_forward_hook(lambda *_, name=name: reached.add(name))
-    return reached
 
 
 def _run_exactly(twin: PreTrainedModel, candidates: Sequence[str]) -> tuple[Any, Inputs, dict[str, list[Tensor]]]:
     """Return the first candidate that runs, its inputs and its outputs in every way in which it runs."""
-    problem = "it takes neither tokens nor images of a known size"
+    problem = "it takes neither tokens nor images or sounds of a known size"
     for name in candidates:
         part: Any = twin.get_submodule(name)
         for inputs in _inputs(part):
@@ -308,15 +322,32 @@ def _run_exactly(twin: PreTrainedModel, candidates: Sequence[str]) -> tuple[Any,
 
 
 def _inputs(model: Any) -> Iterator[Inputs]:
-    """Iterate over the inputs that a model may take: two rows of tokens, or two images."""
+    """Iterate over the inputs that a model may take: two rows of tokens, two images or sounds, or flat patches."""
     names, config = inspect.signature(model.forward).parameters, model.config
     if "input_ids" in names:
         text = {"input_ids": _tokens(model)}
         yield {**text, **accepted(model, decoder_input_ids=text["input_ids"].flip(1))}
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if "pixel_values" in names and isinstance(size, int) and isinstance(channels, int):
-        first = next(model.parameters())
-        yield {"pixel_values": torch.randn(2, channels, size, size).to(first)}
+    size, channels, patch, times, bins, positions = (_first_integer(config, *options) for options in SIZES)
+    shapes = {
+        "pixel_values": (2, channels, size, size),
+        "input_features": (2, bins, 2 * positions),
+        "input_values": (2, SAMPLES),
+    }
+    first = next(model.parameters())
+    for name, shape in shapes.items():
+        if name in names and all(shape):
+            yield {name: torch.randn(shape).to(first)}
+    grid = torch.tensor(GRID, device=first.device)
+    patches = torch.randn(int(grid.prod(1).sum()), channels * max(times, 1) * patch**2).to(first)
+    for name in ("grid_thw", "image_grid_thw"):
+        if name in names:
+            yield {name: grid, **accepted(model, hidden_states=patches, pixel_values=patches)}
+
+
+def _first_integer(config: Any, *names: str) -> int:
+    """Return the first of these fields of a config that is an integer; 0 where none is."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
 
 
 def _tokens(model: Any) -> Tensor:
@@ -369,13 +400,13 @@ def _padded_on_the_left(model: Any, inputs: Inputs) -> list[Tensor]:
     return [output if "decoder_input_ids" in inputs else output[mask.bool()]]
 
 
-def _in_pieces(model: Any, inputs: Inputs) -> list[Tensor]:
+def _in_pieces(cuts: Sequence[int], model: Any, inputs: Inputs) -> list[Tensor]:
     """Return the outputs of consecutive pieces, each with the cache of those before it; none without a cache."""
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     if not takes_cache(model) or name not in inputs:
         return []
     cache, outputs = None, []
-    for start, stop in itertools.pairwise(CUTS):
+    for start, stop in itertools.pairwise(cuts):
         piece = {**inputs, name: inputs[name][:, start:stop], **cache_argument(model, cache)}
         output = model(**piece, **accepted(model, use_cache=True))
         outputs.append(_by_token(output, stop - start))
@@ -389,7 +420,8 @@ ONE_PASS = "in one pass"
 WAYS: dict[str, Callable[[Any, Inputs], list[Tensor]]] = {
     ONE_PASS: _in_one_pass,
     "with padding on the left": _padded_on_the_left,
-    "in pieces, with a cache": _in_pieces,
+    "in pieces, with a cache": functools.partial(_in_pieces, CUTS),
+    "token by token, with a cache": functools.partial(_in_pieces, CUTS_BY_TOKEN),
 }
 
 

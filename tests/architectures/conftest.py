@@ -1,4 +1,8 @@
-"""`pytest tests/architectures -m architectures --architectures-table FILE.md` writes the table of all architectures."""
+"""`pytest tests/architectures -m architectures --architectures-table FILE.md` writes the table of all architectures.
+
+With `-k "bloom or mpt"` only these are examined anew: the other rows of FILE.json, made with the same version of
+Transformers, are kept. So are the other names in the table of the package.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,20 @@ class TableWriter:
 
     def pytest_sessionfinish(self) -> None:
         write_architectures(self.rows, TABLE)
-        write_table([thinned(row) for row in self.rows], self.path)
+        rows = [thinned(row) for row in self.rows]
+        write_table(rows + kept_rows(rows, self.path.with_suffix(".json")), self.path)
+
+
+def kept_rows(rows: list[Row], path: Path) -> list[Row]:
+    """The rows of a saved table of the same version of Transformers for the cases that were not examined again."""
+    if not path.exists():
+        return []
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    if saved["environment"]["versions"]["transformers"] != transformers.__version__:
+        return []
+    new = {row["case"] for row in rows}
+    results = [row for row in saved["results"] if row["case"] not in new]
+    return [{**row, "attention": name} for row in results for name in row["attention"]]
 
 
 def thinned(row: Row) -> Row:

@@ -50,7 +50,7 @@ COUNTS = {
     r"max_source_positions|audio_max_position_embeddings": 32,
     r"max_position_embeddings|n_positions|max_sequence_length|max_target_positions|max_seq_len|context_length": 128,
     r"num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts|num_selected_experts": 2,
-    r"n_group|topk_group|num_expert_groups|num_groups_for_topk": 1,
+    r"n_group|topk_group|num_expert_groups?|num_groups_for_topk": 1,
     r".*(num|n)_.*experts|num_experts|moe_num_experts|n_routed_experts": 4,
     r"first_k_dense_replace|num_dense_layers|num_nextn_predict_layers|moe_layer_start_index": 1,
     r"num_kv_shared_layers": 0,
@@ -63,6 +63,7 @@ COUNTS = {
     r"num_mel_bins|feature_size": 16,
     r"sliding_window|local_attention|attention_window|attention_chunk_size|window_size": 4,
     r"chunk_size|block_size|mamba_chunk_size|index_topk": 8,
+    r"insert_layer_id": 0,
     r"num_conv_pos_embeddings|num_conv_pos_embedding_groups": 4,
 }
 WIDTHS = {
@@ -72,6 +73,8 @@ WIDTHS = {
     r"qk_rope_head_dim|qk_nope_head_dim|v_head_dim|rotary_dim": 8,
     r".*attention_heads|(encoder_|decoder_)?num_heads|n_heads?|linear_num_\w+_heads|index_n_heads": HEADS,
     r"\w*(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim|ffn_size)|d_ff|n_inner|\w*inner_dim": WIDTH,
+    r"vision_output_dim|projector_(in|out)put_dim|adapter_in_dim|adapter_input_size": WIDTH,
+    r"nemo_conv_channels|ext_pw_out_channel|depthwise_separable_out_channel": WIDTH,
     r"\w*(hidden_size|hidden_dim|embed_dim|embedding_size|proj_dim|projection_dim|feat_dim)": WIDTH,
     r"d_model|n_embd|dim|width|emb_dim|output_dim|lru_width|projection_size|query_dim_size": WIDTH,
     r"patch_size": 8,
@@ -83,12 +86,18 @@ LISTS = {"conv_dim": 32, "tdnn_dim": 32, "depths": 1, "image_size": 32, "encoder
 
 TIME_SERIES = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "d_model": 64}
 IMAGE_TOKEN = {"vocabulary_map": {"<image>": 4}}
+QUERIES = {"image_token_index": 90, "video_token_index": 91}
 SMALL_HEADS = {"head_dim": HEAD_DIM}
+#: Two layers with one block of weights.
+SHARED_BLOCK = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+#: Its attention reads the hidden states and the embeddings, one beside the other.
+SHARED_BLOCK |= {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * WIDTH // HEADS}
 ONE_GROUP_OF_EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True}
 #: Model type -> fields that are set after the general rules.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), TIME_SERIES),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), QUERIES),
     "chameleon": IMAGE_TOKEN,
     "emu3": IMAGE_TOKEN,
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral", "mistral4"), SMALL_HEADS),
@@ -102,8 +111,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_topk": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lw_detr_vit": {"image_size": 64, "patch_size": 8},  # its windows are 4 by 4, of at least one patch each
+    "llama4_vision_model": {"intermediate_size": 256},  # four patches are joined
     "mamba2": {"hidden_size": 64, "expand": 2, "num_heads": 8, "head_dim": 16},
+    "mllama_vision_model": {"vision_output_dim": 2 * WIDTH},  # the states of one layer beside the last ones
     "nemotron": {"num_key_value_heads": 2},
+    "zamba": SHARED_BLOCK,
+    "zamba2": {**SHARED_BLOCK, "mamba_headdim": HEAD_DIM},
+    "qwen2_5_omni_audio_encoder": {"n_window": 8},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -178,8 +192,12 @@ def _small_fields(config: PretrainedConfig, level: str) -> dict[str, Any]:
             limit = next((limit for pattern, limit in rules.items() if re.fullmatch(pattern, name)), None)
             if limit is not None and value > limit:
                 changes[name] = limit
+        elif re.fullmatch(r"fullatt_block_indexes|intermediate_layers_indices", name):
+            changes[name] = [1]
         elif isinstance(value, (list, tuple)) and name in LISTS and all(isinstance(entry, int) for entry in value):
             changes[name] = type(value)(min(entry, LISTS[name]) for entry in value)
+    if "spatial_merge_size" in fields and "window_size" in changes:  # in pixels, of two merged patches at least
+        changes["window_size"] = 2 * fields["spatial_merge_size"] * changes.get("patch_size", fields["patch_size"])
     _keep_grouped_heads(fields, changes)
     _keep_kinds_of_layers(fields, changes)
     if "qk_rope_head_dim" in changes:  # in latent attention, head_dim is the rotated part of a head
@@ -207,6 +225,7 @@ def _keep_grouped_heads(fields: dict[str, Any], changes: dict[str, Any]) -> None
         ("decoder_attention_heads", "decoder_num_key_value_heads"),
         ("encoder_attention_heads", "encoder_num_key_value_heads"),
         ("num_attention_heads", "num_global_key_value_heads"),
+        ("num_heads", "num_key_value_heads"),
     ):
         count, before = fields.get(groups), fields.get(heads)
         if isinstance(count, int) and isinstance(before, int) and heads in changes:

@@ -407,14 +407,14 @@ def check(model: PreTrainedModel, inputs: Inputs, result: Result) -> None:
 
 def _whole_window(model: PreTrainedModel, inputs: Inputs, result: Result) -> str:
     """Whether a window that holds the whole input gives the outputs of exact attention: the same mask and direction."""
-    if any(name.endswith("mask") for name in inputs):
+    if any(name.endswith("mask") and not bool(value.all()) for name, value in inputs.items()):
         return "n/a: outputs of padding may be anything"
     without = (*CACHES, "attentions")
     exact = outputs(model, {name: value for name, value in inputs.items() if name != "use_cache"}, without)
     try:
         hla.patch_model(model, _plan({"attention": "window", "window_size": 4096}, result))
-        reached = _architectures_reached(model)
         actual = outputs(model, inputs, without)
+        reached = _architectures_reached(model, inputs)
     except REFUSALS as error:
         return f"refused: {error}" if _raised_by_the_package(error) else f"failed: {error}"
     finally:
@@ -427,14 +427,13 @@ def _whole_window(model: PreTrainedModel, inputs: Inputs, result: Result) -> str
     return "passed"
 
 
-def _architectures_reached(model: PreTrainedModel) -> set[str]:
-    """A set that the names of the architectures of all linear layers that run from now on will fill."""
-    reached: set[str] = set()
-    modules = dict(model.named_modules())
-    for layer in patched_layers(model):
-        name = architecture_name(layer, modules)
-        layer.module.register_forward_hook(lambda *_, name=name: reached.add(name))
-    return reached
+def _architectures_reached(model: PreTrainedModel, inputs: Inputs) -> set[str]:
+    """The names of the architectures of all linear layers whose attention these inputs reach."""
+    modules: set[Any] = set()
+    with observe_attention(model, lambda call: modules.add(call.module)):
+        outputs(model, inputs)
+    named = dict(model.named_modules())
+    return {architecture_name(layer, named) for layer in patched_layers(model) if layer.module in modules}
 
 
 def _patched_outputs(model: PreTrainedModel, inputs: Inputs, result: Result) -> tuple[Inputs, list[Tensor]]:

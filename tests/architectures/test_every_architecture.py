@@ -1,7 +1,8 @@
 """A tiny random model of every architecture of Transformers, patched and checked.
 
 `pytest -m architectures -n 2` takes some twenty minutes on two cores. With `--architectures-table FILE.md` it also
-tries the architectures that could not be built before, and writes the table with its CSV and JSON (see `conftest.py`).
+tries the architectures that could not be built before, and writes the table with its JSON (see `conftest.py`); of a
+part of the architectures, chosen by `-k`, it renews the rows.
 Each case works, is refused with a message that says what would be needed, or cannot be built tiny; none may be wrong.
 """
 

@@ -19,8 +19,11 @@ from tests.slow_cases import slow
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "modernbert", "esm")
 VISION = ("vit", "deit", "clip", "clip_text_model", "clip_vision_model")
 SPEECH = ("wav2vec2", "whisper")
+#: Towers of composite models, by what they read: patches with their grid, tiles, packed patches, frames, queries.
+TOWERS = ("qwen2_5_vl_vision", "mllama_vision_model", "llama4_vision_model", "minicpmv4_6_vision", "gemma4_vision")
+TOWERS += ("audioflamingo3_encoder", "qwen2_5_omni_audio_encoder", "blip_2_qformer")
 DECODERS = ("gpt2", "opt", "llama", "qwen2", "qwen3", "gemma", "phi")
-NAMED = [Case(name) for name in (*ENCODERS, *VISION, *SPEECH, "bart", *DECODERS)]
+NAMED = [Case(name) for name in (*ENCODERS, *VISION, *SPEECH, *TOWERS, "bart", *DECODERS)]
 NAMED += [Case("bert", decoder=True), Case("gpt_neox", decoder=True)]
 #: One of each kind.
 QUICK = {"bert", "modernbert", "vit", "whisper", "bart", "gpt2", "llama"}
@@ -37,6 +40,8 @@ def test_named_architectures_keep_every_promise(case):
     assert result.outcome == WORKS, result.detail
     assert not result.left_out
     assert result.checks["effect"] == result.checks["unpatch"] == result.checks["save and load"] == "passed"
+    if case.model_type in TOWERS:
+        assert result.architectures
     if case.model_type in DECODERS or case.decoder:
         assert set(result.checks.values()) == {"passed"}
 
@@ -51,6 +56,8 @@ def test_named_architectures_keep_every_promise(case):
         ("doge", "has values other than 0 and a very negative number.*'softmax'"),
         ("diffllama", r"\(in pieces, with a cache\) its outputs differed.*'softmax'"),
         ("hrm_text", r"\(in pieces, with a cache\) raised.*'softmax'"),
+        ("zamba", r"\(token by token, with a cache\) raised.*'softmax'"),
+        ("zamba2", r"Left exact: 0 \(layer type 'hybrid'\).*keep a state of their mixer beside keys"),
         ("bigbird_pegasus", "from masks that it shares.*It would need to call ALL_ATTENTION_FUNCTIONS"),
     ],
 )

@@ -19,8 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import hf_linear_attn as hla
 from hf_linear_attn.integration import trial
 from hf_linear_attn.integration.discovery import find_attention
+from tests.architectures.models import architecture_model
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
+from tests.slow_cases import slow
 from tests.tiny_models import tiny_model
 
 DIFFLLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -98,6 +100,15 @@ def test_what_the_table_lists_is_not_tried(architecture: str, trials: list[Any])
 def test_what_works_passes_a_trial(architecture: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_table", frozenset)
     model = hla.patch_model(tiny_model(architecture), "elu")
+    assert sorted(itertools.chain(*trials)) == sorted(layer.name for layer in trial.patched_layers(model))
+
+
+@pytest.mark.parametrize("model_type", ["wav2vec2", "qwen2_5_vl", *slow("whisper", "qwen3_vl", "audioflamingo3")])
+def test_towers_for_images_and_sounds_pass_a_trial(
+    model_type: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_table", frozenset)
+    model = hla.patch_model(architecture_model(model_type), "elu")
     assert sorted(itertools.chain(*trials)) == sorted(layer.name for layer in trial.patched_layers(model))
 
 
@@ -243,3 +254,20 @@ def test_an_encoder_needs_no_cache() -> None:
     own = type("OwnBert", (BertModel,), {"__module__": __name__})
     model = own(tiny_model("bert").config).eval()
     assert hla.is_patched(hla.patch_model(model, "linformer", max_length=32))
+
+
+def test_single_tokens_are_tried_where_pieces_are_refused() -> None:
+    """Zamba's mixer starts anew in a piece of several tokens, and its attention shares a layer of the cache with it."""
+    model = architecture_model("zamba")
+    with pytest.raises(NotImplementedError, match=r"a trial \(token by token, with a cache\) raised"):
+        hla.patch_model(model, "elu")
+    assert not hla.is_patched(model)
+
+
+def test_a_module_that_computes_its_attention_elsewhere_is_refused() -> None:
+    """The vision layers of Kosmos-2.5 run eager attention whatever the implementation: nothing would be linear."""
+    model = architecture_model("kosmos-2.5")
+    with pytest.raises(NotImplementedError, match=r"do not reach the attention of vision_model\..*'softmax'"):
+        hla.patch_model(model, "elu")
+    layers = {layer.name: "elu" for layer in find_attention(model) if ".text_model." in f".{layer.name}"}
+    assert hla.is_patched(hla.patch_model(model, {"default": "softmax", **layers}))
