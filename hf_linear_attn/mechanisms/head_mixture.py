@@ -10,7 +10,8 @@ from torch import Tensor
 from ..config import CacheDtype
 from ..feature_maps.base import AttentionShape
 from ..ops.common import State
-from ..ops.prepared import prepare_with_exact, run_prepared
+from ..ops.int8 import stored_dtype
+from ..ops.prepared import run_prepared, step_with_exact
 from ..ops.terms import Terms
 from ..registry import AttentionEntry
 from .base import AttentionInputs, LinearAttention
@@ -89,12 +90,14 @@ class HeadMixture(LinearAttention):
         self.begin_forward(inputs)
         linear_inputs, exact_inputs = self._split_inputs(inputs)
         linear, linear_after = self.mechanism(linear_inputs)
-        exact, exact_after = attend_exactly(exact_inputs, self.cache_dtype)
-        if not inputs.return_state:
-            return self._join(linear, exact), None
         others = [head for head in range(self.shape.num_key_value_heads) if head not in self.exact_heads]
-        after = prepare_with_exact(self, inputs, linear_after, exact_after, (others, list(self.exact_heads)))
-        return self._join(linear, exact), after
+        is_int8 = stored_dtype(self.cache_dtype) is torch.int8
+        step = step_with_exact(self, inputs, linear_after, (others, list(self.exact_heads)), is_int8)
+        if step is not None:
+            out, after = step
+            return self._join(linear, self._split(out)[1]), after
+        exact, exact_after = attend_exactly(exact_inputs, self.cache_dtype)
+        return self._join(linear, exact), {**linear_after, **exact_after} if inputs.return_state else None
 
     def check_terms(self, names: Iterable[str], label: str = "This layer") -> None:
         self.mechanism.check_terms(names, label)

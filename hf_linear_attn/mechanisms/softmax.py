@@ -11,7 +11,7 @@ from ..config import CacheDtype
 from ..feature_maps.base import AttentionShape, Options
 from ..ops.common import State, mask_tokens
 from ..ops.int8 import append, row_size, stored_dtype, to_dtype
-from ..ops.prepared import prepare_exact, run_prepared
+from ..ops.prepared import run_prepared, step_exactly
 from ..ops.terms import Terms, attend_with_terms, distances, weights_with_terms
 from ..registry import register_attention
 from ..utils.options import option
@@ -53,8 +53,11 @@ class SoftmaxAttention(LinearAttention):
         if (step := run_prepared(self, inputs)) is not None:
             return step
         self.begin_forward(inputs)
-        out, after = attend_exactly(inputs, self.options.cache_dtype)
-        return out, prepare_exact(self, inputs, after) if inputs.return_state else None
+        cache_dtype = self.options.cache_dtype
+        if (step := step_exactly(self, inputs, stored_dtype(cache_dtype) is torch.int8)) is not None:
+            return step
+        out, after = attend_exactly(inputs, cache_dtype)
+        return out, after if inputs.return_state else None
 
     def dense_forward(self, inputs: AttentionInputs) -> Tensor:
         return softmax_attention(*inputs.tensors, inputs.visible(), inputs.scaling, terms=inputs.terms)

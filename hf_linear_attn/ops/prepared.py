@@ -55,41 +55,68 @@ def prepare(mechanism: nn.Module, inputs: AttentionInputs, after: State | None) 
         after.prepared = PreparedStep(mechanism, weights, inputs, [KernelStep(launch, after)])
 
 
-def prepare_with_exact(
-    mechanism: nn.Module, inputs: AttentionInputs, linear: State, exact: State, heads: tuple[list[int], list[int]]
-) -> State:
-    """Join the states of linear and exact heads after a step, and prepare the next one where that of the former is.
+def step_with_exact(
+    mechanism: nn.Module, inputs: AttentionInputs, linear: State | None, heads: tuple[list[int], list[int]], int8: bool
+) -> tuple[Tensor, State] | None:
+    """Compute a token of the exact heads of a mixture, and prepare the next step of all heads.
 
-    Mechanism and inputs are those of all heads; `exact` has `exact_key [B, g, n, d]`, `exact_value [B, g, n, e]`, and
-    `exact_mask [B, n]` where there is padding; `heads` are the linear and the exact key-value heads.
+    The keys and values of a state in int8 stay as they are: nothing is read into floating point first.
+
+    Args:
+        mechanism, inputs: Those of all heads.
+        linear: The state of the linear heads after the token.
+        heads: The linear and the exact key-value heads.
+        int8: Whether the mechanism stores keys and values in int8.
+
+    Returns:
+        The output of all query heads, in which those of the exact ones are filled, and the state of all heads after
+        the token. None where no kernel has computed the linear heads in place, or none can compute these.
     """
-    step = linear.prepared if isinstance(linear, InPlaceState) else None
-    if step is None or not (kernel := step.kernels[0]).select_heads(heads[0]):
-        return {**linear, **exact}
-    after = InPlaceState({**linear, **exact})
-    after.memory = linear.memory  # type: ignore[attr-defined]
+    if not isinstance(linear, InPlaceState) or linear.prepared is None or not _holds_exact(inputs, int8):
+        return None
+    step = linear.prepared
     weights = step.weights._replace(attributes=[*_values_of(mechanism), *step.weights.attributes])
-    after.prepared = PreparedStep(mechanism, weights, inputs, [kernel, ExactStep(inputs, after, heads[1])])
-    return after
+    prepared = PreparedStep(mechanism, weights, inputs, step.kernels)
+    if not prepared.matches(mechanism, inputs) or not step.kernels[0].select_heads(heads[0]):
+        return None
+    return _first_exact_step(prepared, inputs, InPlaceState(linear), linear.memory, heads[1])
 
 
-def prepare_exact(mechanism: nn.Module, inputs: AttentionInputs, after: State) -> State:
-    """Return the state of a layer of exact heads alone, with the next step prepared after a step that may be one."""
+def step_exactly(mechanism: nn.Module, inputs: AttentionInputs, int8: bool) -> tuple[Tensor, State] | None:
+    """Compute a token of a layer of exact heads alone, and prepare the next step; see `step_with_exact`."""
     dtype = inputs.query.dtype
-    if torch.compiler.is_compiling() or not isinstance(inputs.state, InPlaceState) or inputs.terms is not None:
-        return after
+    if torch.compiler.is_compiling() or not isinstance(inputs.state, InPlaceState) or not _holds_exact(inputs, int8):
+        return None
     if inputs.query.shape[2] != 1 or dtype not in DTYPES or backends.get_backend() not in ("auto", "native"):
-        return after
+        return None
     if unavailable_reason() is not None or (dtype is torch.float16 and not has_float16()):
-        return after
-    weights = _Weights([], _values_of(mechanism), [])
-    step = PreparedStep(mechanism, weights, inputs, [])
-    if not step.matches(mechanism, inputs):
-        return after
-    state = InPlaceState(after)
-    step.kernels.append(ExactStep(inputs, state, list(range(inputs.key.shape[1]))))
-    state.prepared = step
-    return state
+        return None
+    prepared = PreparedStep(mechanism, _Weights([], _values_of(mechanism), []), inputs, [])
+    if not prepared.matches(mechanism, inputs):
+        return None
+    return _first_exact_step(prepared, inputs, InPlaceState({}), {}, list(range(inputs.key.shape[1])))
+
+
+def _holds_exact(inputs: AttentionInputs, int8: bool) -> bool:
+    """Return whether a state has keys and values that the kernel can go on from: the option may have changed."""
+    if inputs.terms is not None or inputs.state is None:
+        return False
+    return (inputs.state["exact_key"].dtype is torch.int8) == int8
+
+
+def _first_exact_step(
+    prepared: PreparedStep, inputs: AttentionInputs, after: InPlaceState, memory: State, heads: list[int]
+) -> tuple[Tensor, State]:
+    """Run the kernel of exact heads, add it to a prepared step, and return the output and the state after it."""
+    assert inputs.state is not None
+    after.update({name: inputs.state[name] for name in GROWING if name in inputs.state})
+    after.memory = memory
+    step = ExactStep(inputs, after, heads)
+    out = binding.empty(*prepared.sizes, dtype=prepared.dtype)
+    step.run((*inputs.tensors, out), inputs.mask, after)
+    prepared.kernels = [*prepared.kernels, step]
+    after.prepared = prepared
+    return out, after
 
 
 def is_ordinary_call() -> bool:
