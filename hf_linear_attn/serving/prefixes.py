@@ -31,8 +31,8 @@ MEGABYTE = 1 << 20
 class PrefixStore:
     """Snapshots of caches by the tokens that they have read, in memory and, if asked for, on disk.
 
-    When the bound is reached, the snapshot goes that was not used for the longest time. When the model has changed
-    (weights, linear attention, adapters), all in memory go; on disk each model has a folder of its own.
+    When the bound is reached, the snapshot goes that was not used for the longest time. When `longest` finds the model
+    changed (weights, linear attention, adapters), all in memory go; on disk each model has a folder of its own.
 
     Args:
         model: The model that fills the caches.
@@ -52,6 +52,7 @@ class PrefixStore:
         self.hits = self.misses = self.nbytes = 0
         self._kept: OrderedDict[Key, tuple[Cache, int]] = OrderedDict()
         self._fingerprint = ""
+        self._notice_changes()
 
     def longest(self, tokens: Sequence[int]) -> tuple[int, Cache]:
         """Return how many of the first tokens were read before, and a cache of its own that has read them.
@@ -70,8 +71,7 @@ class PrefixStore:
         return 0, DynamicCache(config=self.model.config)
 
     def keep(self, tokens: Sequence[int], cache: Cache) -> None:
-        """Keep a copy of a cache that has read these tokens, and nothing else."""
-        self._notice_changes()
+        """Keep a copy of a cache that has read these tokens, and nothing else, by the model that `longest` saw."""
         key = _key(tokens)
         if key in self._kept:
             self._kept.move_to_end(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -225,6 +226,19 @@ def test_an_engine_that_ends_by_an_error_leaves_nobody_waiting(model: Any) -> No
         with pytest.raises(RuntimeError, match="closed"):
             running.submit(prompts()[2])
         assert not running.is_alive()
+
+
+def test_the_log_gets_a_line_at_intervals(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hf_linear_attn.serving.engine.LOG_INTERVAL", 0.01)
+    expected = "tokens a second; requests_total 1, prompt_tokens_total 4, generated_tokens_total 3"
+    with caplog.at_level("INFO", "hf_linear_attn"), engine(model) as running:
+        running.submit(prompts()[2], max_new_tokens=3).result()
+        end = time.monotonic() + 30
+        while not any(expected in record.getMessage() for record in caplog.records):
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_an_answer_ends_where_the_model_has_no_more_positions(model: Any) -> None:
