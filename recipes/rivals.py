@@ -65,7 +65,7 @@ from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.study.checkpoint_groups import folder_fingerprint
 from hf_linear_attn.study.models import weights_fingerprint
-from hf_linear_attn.study.report import STYLE, new_figure, png
+from hf_linear_attn.study.report import COLORS, MARKERS, STYLE, new_figure, png
 from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
 from hf_linear_attn.study.tables import to_markdown
@@ -559,49 +559,27 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
     """Loss beyond the exact model's, and recall with its interval, by bytes of the cache: a row for each length."""
-    lengths = sorted({row["length"] for row in rows if "bytes" in row})
-    tasks = list(dict.fromkeys(task for row in rows for task in row["recall"]))
+    table = pd.DataFrame([row for row in rows if "bytes" in row])
+    tasks = list(dict.fromkeys(task for recall in table["recall"] for task in recall))
+    lengths = table["length"].nunique()
     with matplotlib.rc_context(STYLE):
-        figure, grid = new_figure(4.2 * max(len(lengths), 1), max(len(lengths), 1), 1 + len(tasks), squeeze=False)
-        points: dict[Any, list[tuple[float, float, str]]] = {axes: [] for axes in grid.flat}
-        for panels, length in zip(grid, lengths, strict=False):
-            panels[0].set(title=f"Loss after {length:,} tokens", ylabel="nats beyond exact")
-            for axes, task in zip(panels[1:], tasks, strict=True):
-                axes.set(title=f"Recall after {length:,} tokens", ylabel=f"{task}, %")
-            for axes in panels:
-                axes.set(xlabel="cache, % of exact in float32", xlim=(0, 130))
-            measured = {row["variant"]: row for row in rows if row["length"] == length and "bytes" in row}
-            exact = measured[EXACT]
-            for name, row in measured.items():
+        figure, grid = new_figure(3.4 * lengths, lengths, 1 + len(tasks), squeeze=False)
+        for (length, group), panels in zip(table.groupby("length"), grid, strict=True):
+            for axes, name in zip(panels, ("loss, nats beyond exact", *(f"{task}, %" for task in tasks)), strict=True):
+                axes.set(title=f"After {length:,} tokens", ylabel=name, xlabel="cache, % of exact")
+            exact = group[group["variant"] == EXACT].iloc[0]
+            for number, row in enumerate(group.to_dict("records")):
+                style = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
+                style |= {"label": row["variant"], "linewidth": 0.6}
                 share = 100 * row["bytes"] / exact["bytes"]
-                heights: dict[Any, Any] = {panels[0]: (row["loss"] - exact["loss"], None)}
+                panels[0].errorbar(share, row["loss"] - exact["loss"], **style)
                 for axes, task in zip(panels[1:], tasks, strict=True):
                     if recall := row["recall"].get(task):
                         low, high = wilson_interval(recall["score"], recall["prompts"])
                         errors = [[100 * (recall["score"] - low)], [100 * (high - recall["score"])]]
-                        heights[axes] = (100 * recall["score"], errors)
-                marker = "o" if name in (EXACT, *QUANTIZED) or name.rsplit("-", 1)[0] in PRESSES else "^"
-                for axes, (height, errors) in heights.items():
-                    axes.errorbar([share], [height], errors, color="black", marker=marker, markersize=4, linewidth=0.6)
-                    points[axes].append((share, height, name))
-        figure.draw_without_rendering()  # fixes the layout of the panels
-        for axes, named in points.items():
-            write_names(axes, named)
+                        axes.errorbar(share, 100 * recall["score"], errors, **style)
+        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return png(figure)
-
-
-def write_names(axes: Any, points: Sequence[tuple[float, float, str]], width: float = 75, height: float = 7) -> None:
-    """Write names beside points `(x, y, name)`, each above the ones below it: `width` and `height` are a name's."""
-    written: list[tuple[float, float]] = []
-    for x, y, name in sorted(points, key=lambda point: point[1]):
-        left, bottom = axes.transData.transform((x, y)) * 72 / axes.figure.dpi
-        above = bottom - height / 3
-        for other_left, other in written:
-            if abs(other_left - left) < width and other - height < above < other + height:
-                above = other + height
-        written = sorted([*written, (left, above)], key=lambda one: one[1])
-        line = {"arrowstyle": "-", "linewidth": 0.4} if above - bottom > height else None
-        axes.annotate(name, (x, y), (7, above - bottom), textcoords="offset points", fontsize=6, arrowprops=line)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

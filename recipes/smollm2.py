@@ -6,7 +6,7 @@
 A fifth of the key-value heads stays exact (`exact_share`): those that look things up, which a probe finds, and those
 that the next tokens of training text need most. Every other head becomes `window`, and distillation trains the result
 (after attention transfer, if `--transfer.max_steps` is not 0). Then each variant is measured beside the exact model:
-perplexity and loss by position, recall by length and depth, time and cache of a new token, greedy samples.
+perplexity and loss by position, recall by length and depth, time and cache of a new token.
 
 `--variants` names what is trained with the same steps; `mixture` is the conversion itself, the others are controls:
 
@@ -33,7 +33,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -53,7 +52,6 @@ from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.models import load_tokenizer, weights_fingerprint
-from hf_linear_attn.study.report import STYLE, new_figure, png
 from hf_linear_attn.study.stages import FREE_OPTIONS
 from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
 from hf_linear_attn.study.tables import to_markdown
@@ -68,24 +66,14 @@ MEASURED_BY = {
     "heads": ("attention", "options", "exact_share", "data", "probe_length", "search_length", "search_rows"),
     "perplexity": ("contexts", "test_tokens"),
     "recall": ("recall_lengths", "recall_tasks", "recall_trials"),
-    "samples": (),
     "decoding": ("decoding_contexts",),
 }
 MEASUREMENTS = tuple(name for name in MEASURED_BY if name != "heads")
-#: The plot of losses ends here, in nats beyond the exact model's: others would be flattened.
-LARGEST_LOSS = 0.5
-
 #: Parts of a text whose losses are told apart.
 POSITIONS = 8
 #: The part outside of windows and sinks switched off.
 NEAR_ONLY = {"mix_init": CLOSED_MIX}
 VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "linear")
-
-PROMPTS = (
-    "The lighthouse stood at the end of the island, and every evening the keeper",
-    "Photosynthesis is the process by which plants",
-    "To make a good vegetable soup, first",
-)
 
 
 @dataclass(frozen=True)
@@ -267,19 +255,10 @@ class Variants:
             rows.append({"context": context, **measured})
         return rows
 
-    @torch.no_grad()
-    def samples(self, model: PreTrainedModel) -> list[str]:
-        texts = []
-        for prompt in PROMPTS:
-            inputs = self.tokenizer(prompt, return_tensors="pt")
-            output: Any = model.generate(**inputs, do_sample=False, max_new_tokens=60)  # type: ignore[operator]
-            texts.append(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-        return texts
-
     # ---------------------------------------------------------------------------------------------- the report
 
     def report(self) -> None:
-        """Write `report.md`, its pictures and `results.json` from the measurements that the folder has so far."""
+        """Write `report.md` and `results.json` from the measurements that the folder has so far."""
         measured: dict[str, Any] = {}
         for name in (EXACT, *VARIANTS):
             records = {one: self.study.records.latest(self.conditions(name, one)) for one in MEASUREMENTS}
@@ -289,19 +268,12 @@ class Variants:
         stages = {name: json.loads(path.read_bytes())["scores"] for name, path in runs.items() if path.exists()}
         facts = {"config": public_options(self.config), "heads": self.heads, "stages": stages}
         write_json(self.folder / "results.json", {**facts, "defaults": defaults_of(facts), **measured})
-        atomic_write(self.folder / "loss-by-position.png", loss_plot(measured))
         parts = [
             "# A language model converted, and what it still knows of what lies far back",
             to_markdown(summary_table(measured), text_columns=None),
             "Perplexity is that of held-out text, by its length; recall the mean score over all tasks and "
             "depths, by the length of the prompt; the time of a new token is divided by that of the exact model.",
-            "![Loss by position](loss-by-position.png)",
-            "## Greedy samples",
         ]
-        for index, prompt in enumerate(PROMPTS):
-            texts = {name: one["samples"][index] for name, one in measured.items() if "samples" in one}
-            lines = [f"- {name}: {' '.join(text.split())}" for name, text in texts.items()]
-            parts.append("\n".join([f"**{prompt}** ...", "", *lines]))
         atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
 
 
@@ -321,25 +293,6 @@ def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
             row[f"cache, {step['context']:,}"] = f"{100 * costs['cache_bytes'] / exact['cache_bytes']:.0f} %"
         rows.append(row)
     return pd.DataFrame(rows).fillna("–")
-
-
-def loss_plot(measured: dict[str, Any]) -> bytes:
-    """Loss by position in the longest texts beyond that of the exact model, a line for each variant."""
-    results = {name: max(one["perplexity"], key=lambda entry: entry["context"]) for name, one in measured.items()}
-    exact = results.pop(EXACT)
-    width = exact["context"] / len(exact["by_position"])
-    positions = [(index + 0.5) * width for index in range(len(exact["by_position"]))]
-    with matplotlib.rc_context(STYLE):
-        figure, axes = new_figure(3.4)
-        axes.axhline(0.0, color="black", linewidth=1, label=EXACT)
-        for name, result in results.items():
-            losses = [loss - base for loss, base in zip(result["by_position"], exact["by_position"], strict=True)]
-            label = name if min(losses) < LARGEST_LOSS else f"{name} ({min(losses):.1f} to {max(losses):.1f})"
-            axes.plot(positions, losses, marker="o", label=label)
-        axes.set_ylim(top=min(axes.get_ylim()[1], LARGEST_LOSS))
-        axes.set(title="Loss beyond the exact model's", xlabel="position in tokens", ylabel="nats per token")
-        axes.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
-        return png(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

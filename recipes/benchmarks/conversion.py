@@ -1,6 +1,5 @@
 """What conversion costs: GLUE, perplexity, and the fidelity of every mechanism, beside equally trained exact models."""
 
-import copy
 import random
 import shutil
 import tempfile
@@ -30,7 +29,7 @@ from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.evaluated_model import task_type_of
 from hf_linear_attn.study.models import load_tokenizer
-from hf_linear_attn.training.options import AttentionLoss, ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
+from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.models import shared_copy
 from hf_linear_attn.utils.options import make_config, to_dict
 
@@ -281,9 +280,6 @@ for _codes in (32, 64, 128, 256):
     _options = {"feature_map": "vq", "feature_map_options": {"num_features": _codes}}
     ENCODER_OUTSIDE[f"{_codes} codes, calibrated"] = (_options, True)
 
-#: Steps that tell what a step of an attention transfer takes.
-TIMED_STEPS = 4
-
 
 def encoder_start(
     model: str,
@@ -293,29 +289,24 @@ def encoder_start(
     outside: tuple[str, ...] = tuple(ENCODER_OUTSIDE),
     tokens: int = 8192,
     passages: int = 64,
-    seconds: tuple[float, ...] = (0.0,),
-    losses: tuple[AttentionLoss, ...] = ("auto",),
     batch_tokens: int = 2048,
     seeds: tuple[int, ...] = (0, 1, 2),
 ) -> Cells:
     """How near a sentence encoder is to the exact one with windows of 64 tokens, by what lies outside of them.
 
     The cosine of the mean-pooled embeddings, and the share of passages with the same nearest neighbour, on several
-    texts: as patched, calibrated, and after an attention transfer that takes, with the calibration, so many seconds of
-    a processor. Positions are extended by repetition where a length needs it.
+    texts; nothing is trained. Positions are extended by repetition where a length needs it.
 
     Args:
         model: A sentence encoder with mean pooling: folder, Hub name or name of a package.
-        dataset: Text file that is calibrated and trained on.
+        dataset: Text file that is calibrated on.
         texts: Text files that are measured on.
         lengths: Tokens of a passage.
         outside: What to put outside of the window.
         tokens: Tokens of the calibration.
         passages: Passages of each text.
-        seconds: Seconds of processor time for calibration and attention transfer; 0: calibrated only.
-        losses: Losses of the attention transfer.
         batch_tokens: Tokens of a batch.
-        seeds: Each takes other passages for calibration and training.
+        seeds: Each takes other passages for the calibration.
     """
     unknown = [name for name in outside if name not in ENCODER_OUTSIDE]
     if unknown:
@@ -333,7 +324,7 @@ def encoder_start(
     def passages_of(path: str, length: int) -> list[list[int]]:
         return text_rows(tokenizer, text_documents(Path(path), "auto"), length, causal=False)
 
-    def training_rows(length: int, seed: int) -> list[list[int]]:
+    def calibration_rows(length: int, seed: int) -> list[list[int]]:
         rows = [row for row in passages_of(dataset, length) if len(row) == length]
         random.Random(f"encoder start {seed}").shuffle(rows)
         return rows
@@ -344,31 +335,20 @@ def encoder_start(
         batches = padded_batches(rows, max(1, batch_tokens // length), pad)
         return EmbeddingCosine(batches, sentence_embeddings(extended(length), batches))
 
-    def measured(length: int, name: str, seed: int, budget: float, loss: AttentionLoss) -> Rows:
+    def measured(length: int, name: str, seed: int) -> Rows:
         options, calibrated = ENCODER_OUTSIDE[name]
         student = hla.patch_model(shared_copy(extended(length)), "window", **options)
-        batches = padded_batches(training_rows(length, seed), max(1, batch_tokens // length), pad)
         began = time.process_time()
         if calibrated:
+            batches = padded_batches(calibration_rows(length, seed), max(1, batch_tokens // length), pad)
             hla.calibrate(student, batches[: -(-tokens // batch_tokens)], max_length=length)
-        cost = {"calibration": time.process_time() - began, "step": None, "steps": 0}
-        if budget:
-            trial, began = copy.deepcopy(student), time.process_time()
-            hla.transfer_attention(trial, batches, max_steps=TIMED_STEPS, loss=loss)
-            cost["step"] = (time.process_time() - began) / TIMED_STEPS
-            cost["steps"] = max(1, round((budget - cost["calibration"]) / cost["step"]))
-            hla.transfer_attention(student, batches, max_steps=cost["steps"], loss=loss)
-        rows = []
-        for path in texts:
-            rows.append({"text": Path(path).name, **measure_of(path, length)(student), **cost})
-        return rows
+        seconds = time.process_time() - began
+        measures = {Path(path).name: measure_of(path, length) for path in texts}
+        return [{"text": text, **measure(student), "calibration": seconds} for text, measure in measures.items()]
 
     settings = {"passages": passages, "batch_tokens": batch_tokens, "texts": [Path(path).name for path in texts]}
     settings |= {"calibrated on": Path(dataset).name, "tokens": tokens}
-    for length, budget, loss, seed, name_outside in product(lengths, seconds, losses, seeds, outside):
-        calibrated = ENCODER_OUTSIDE[name_outside][1]
-        if (budget and name_outside == "nothing") or (not budget and not calibrated and seed != seeds[0]):
-            continue  # it learns nothing, or the seed changes nothing
-        facts = {"model": Path(name).name, "length": length, "seconds": budget, "outside": name_outside, "seed": seed}
-        facts["loss"] = loss if budget else None
-        yield Cell(facts, partial(measured, length, name_outside, seed, budget, loss), settings)
+    for length, seed, name_outside in product(lengths, seeds, outside):
+        if ENCODER_OUTSIDE[name_outside][1] or seed == seeds[0]:  # the seed changes nothing else
+            facts = {"model": Path(name).name, "length": length, "outside": name_outside, "seed": seed}
+            yield Cell(facts, partial(measured, length, name_outside, seed), settings)

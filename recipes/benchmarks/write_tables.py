@@ -341,18 +341,10 @@ def encoder_start_table(lengths: Sequence[int] = (), outside: Sequence[str] = ()
     """How near encoders come to exact ones by what is outside of their windows: the mean over seeds."""
     rows = Results.read("encoder-start.json").rows
     rows = rows[rows["length"].isin(lengths or rows["length"]) & rows["outside"].isin(outside or rows["outside"])]
-    if outside:  # the short table has nothing trained
-        rows = rows[rows["seconds"] == 0]
-    rows = rows.assign(
-        tokens=rows["length"].map("{:,}".format),
-        trained=rows["seconds"].map("{:.0f} s".format)
-        + rows["loss"].map(", by {}".format, na_action="ignore").fillna(""),
-        text=rows["text"].str.partition(".")[0],
-    )
-    keys = ["tokens", "text"] if outside else ["tokens", "trained", "text"]
-    table = rows.pivot_table(values=metric, index=keys, columns="outside", sort=False)
+    rows = rows.assign(tokens=rows["length"].map("{:,}".format), text=rows["text"].str.partition(".")[0])
+    table = rows.pivot_table(values=metric, index=["tokens", "text"], columns="outside", sort=False)
     table = table.map(lambda number: fixed(number, 4), na_action="ignore").reset_index()
-    return to_markdown(table, text_columns=len(keys))
+    return to_markdown(table, text_columns=2)
 
 
 def budgets_table() -> str:
@@ -483,24 +475,6 @@ def _score(group: pd.DataFrame, name: str) -> str:
     return mean(values, 3) if len(values) > 1 else f"{values.iloc[0]:.3f} ± {errors.iloc[0]:.3f}"
 
 
-def length_tricks_tables() -> str:
-    """Loss by position and pass keys of each variant, a table for each model: means over seeds."""
-    parts = []
-    for path in sorted((RESULTS / "length-tricks").glob("*.json")):
-        results, lines = Results.read(path), []
-        spans = [name for name in results.rows if name.startswith("loss_by_position.")]
-        keys = [name for name in results.rows if name.startswith("pass_key.") and results.rows[name].any()]
-        for variant, group in results.rows.groupby("variant", sort=False):
-            line = {results.settings["model"]: variant}
-            for name in spans:
-                start, end = map(int, name.split(".")[1].split("-"))
-                line[f"loss, {start:,} to {end:,}"] = mean(group[name], 3)
-            line |= {f"pass key, {int(name.split('.')[1]):,}": f"{100 * group[name].mean():.0f} %" for name in keys}
-            lines.append(line)
-        parts.append(to_markdown(pd.DataFrame(lines)))
-    return "\n\n".join(parts)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Mechanisms, reports of the commands, and tests
 
@@ -549,7 +523,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity": fidelity_tables,
     "glue": glue_table,
     "glue-exact-heads": partial(glue_table, "glue-exact-heads.json"),
-    "length-tricks": length_tricks_tables,
     "linear-part": linear_part_table,
     "long": proteins_table,
     "mechanisms": mechanisms_table,

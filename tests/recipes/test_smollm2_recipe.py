@@ -64,7 +64,6 @@ def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
     assert hla.is_patched(hla.load_pretrained(str(out / "mixture" / "model")))
     report = (out / "report.md").read_text()
     assert all(f"| {name} " in report for name in ("exact", "mixture", "control", "linear"))
-    assert (out / "loss-by-position.png").stat().st_size > 1000
 
     records = (out / "records.jsonl").read_bytes()
     assert main(arguments_of(tmp_path / "again", *variants, f"--output={out}", "--exact_share=0.34")) == 0
