@@ -82,13 +82,15 @@ class Disentangled:
 
         Those of queries are in the order of falling distances, those of keys in that of rising ones.
         """
-        rows = self.index(torch.arange(1 - window, window, device=query.device))
-        queries = keys = None
-        if self.query_table is not None:
-            queries = query @ self.query_table[:, rows.flip(0)].to(query.dtype).transpose(-1, -2)
-        if self.key_table is not None:
-            keys = key @ self.key_table[:, rows].to(key.dtype).transpose(-1, -2)
-        return queries, keys
+        queries, keys = self.near_tables(window)
+        of_queries = None if queries is None else query @ queries.to(query.dtype).mT
+        return of_queries, None if keys is None else key @ keys.to(key.dtype).mT
+
+    def near_tables(self, window: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return a window's rows of A, in the order of falling distances, and of τ B, of rising ones."""
+        rows = self.index(torch.arange(1 - window, window, device=self.rows.device))
+        queries = None if self.query_table is None else self.query_table[:, rows.flip(0)]
+        return queries, None if self.key_table is None else self.key_table[:, rows]
 
     def sided(self, features: FeatureFunction, window: int, *, keys: bool, scaling: float) -> FeatureFunction:
         """Return the features of queries or keys, doubled and multiplied by the factors of either side."""

@@ -28,6 +28,8 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
     if call.signed:
         return "the feature map has no fused form"
     if fused is not None:
+        if fused[0].softcap is not None and (device_types != ("cpu",) or call.needs_grad()):
+            return "a cap inside of a feature map has no fused gradient, and no fused form on this device"
         reason = _map_mismatch(fused[0], query, call.num_features)
         if reason is None and (fused[1] is not fused[0] or fused[0].weight is not None):
             reason = _map_mismatch(fused[1], key, call.num_features)
@@ -47,18 +49,20 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
 
 
 def _unsupported_terms(call: BackendCall) -> str | None:
-    """Return which terms of the model kernels cannot apply; those for CPUs compute outputs with position biases."""
+    """Return what of a model's terms kernels cannot apply; those for CPUs compute the outputs of sequences."""
     terms = call.terms
-    if call.query.device.type != "cpu" or terms is None or terms.sink is not None or terms.softcap is not None:
-        return "sinks and caps of the model's logits are not fused"
+    assert terms is not None
+    if call.query.device.type != "cpu":
+        return "terms of the model's logits are not fused"
     if terms.slope is not None:
         return "sums that decay by ALiBi are not fused"
     if call.needs_grad():
         return "gradients of a model with terms in its logits are not fused"
-    if call.query.shape[1] != call.key.shape[1]:
+    has_bias = terms.bias is not None or terms.relative is not None
+    if has_bias and call.query.shape[1] != call.key.shape[1]:
         return "a position bias of grouped heads is not fused"
     is_step = call.state is not None and call.query.shape[2] == 1
-    return "decoding steps with a position bias are not fused" if is_step else None
+    return "decoding steps of a model with terms in its logits are not fused" if is_step else None
 
 
 def _map_mismatch(fused: FusedMap, x: Tensor, num_features: int) -> str | None:

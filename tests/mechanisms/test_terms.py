@@ -277,20 +277,21 @@ needs_kernels = pytest.mark.skipif(unavailable_reason() is not None, reason="No 
 
 @needs_kernels
 @BOTH
-@pytest.mark.parametrize("kind", ["bias", "relative"])
+@pytest.mark.parametrize("kind", ["sink", "softcap", "bias", "all", "relative"])
 @pytest.mark.parametrize("name", ["vq", "hedgehog"])
 @pytest.mark.parametrize("length", [1, 40, 130, 300])
 @pytest.mark.parametrize("window", [32, 64, 70])
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_kernels_apply_position_biases_as_torch_does(causal, kind, name, length, window, padding):
+def test_kernels_apply_terms_as_torch_does(causal, kind, name, length, window, padding):
     if causal and kind == "relative":
         pytest.skip("Disentangled attention is for encoders.")
-    terms = terms_of("bias", causal) if kind == "bias" else disentangled()[0]
+    groups = 2 if kind in ("sink", "softcap") else 4
+    terms = disentangled()[0] if kind == "relative" else terms_of(kind, causal)
     terms = terms.apply(lambda tensor: tensor.detach().float())
     options = {"window_size": window, "feature_map": name, "mix_init": 0.3, "sink_tokens": 2}
-    module = build("window", causal, **options).float()
+    module = build("window", causal, groups, terms.softcap, **options).float()
     module.mix_weight.data.normal_(generator=torch.Generator().manual_seed(4))
-    qkv = [tensor.detach().float() for tensor in tensors(length)]
+    qkv = [tensor.detach().float() for tensor in tensors(length, groups)]
     mask = None if padding is None else padding_mask([length, length - length // 3], length, padding)
     outs = []
     for backend in ("torch", "native"):
@@ -303,10 +304,18 @@ def test_kernels_apply_position_biases_as_torch_does(causal, kind, name, length,
         torch.testing.assert_close(state[entry], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_kernels_say_which_terms_they_do_not_apply():
+def test_kernels_say_what_of_terms_they_do_not_apply():
     qkv = [tensor.detach().float() for tensor in tensors(80)]
     for kind in ("sink", "softcap"):
-        module = build("window", True, window_size=32, mix_init=0.0).float()
         terms = terms_of(kind, True).apply(lambda tensor: tensor.detach().float())
-        with use_backend("native"), pytest.raises(NotImplementedError, match=r"sinks and caps.*are not fused"):
+        module = build("window", True, cap=terms.softcap, window_size=32, mix_init=0.0).float()
+        with use_backend("native"), pytest.raises(NotImplementedError, match="gradients of a model with terms"):
             module(AttentionInputs(*qkv, SCALING, True, terms=terms))
+        with torch.no_grad():
+            _, state = module(AttentionInputs(*qkv, SCALING, True, return_state=True, terms=terms))
+            token = AttentionInputs(*(x[:, :, :1] for x in qkv), SCALING, True, state=state, terms=terms)
+            with (
+                use_backend("native"),
+                pytest.raises(NotImplementedError, match="decoding steps of a model with terms"),
+            ):
+                module(token)

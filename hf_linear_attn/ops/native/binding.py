@@ -31,7 +31,7 @@ _PARTS = (*PARTS.values(), 1)
 #: Number of multiply-adds below which one thread is faster than several.
 MIN_THREADED_PRODUCTS = 1 << 20
 
-_FACTORS = ("in_scale", "bias_scale", "alpha", "epsilon", "factor")
+_FACTORS = ("in_scale", "bias_scale", "alpha", "epsilon", "factor", "softcap")
 _MAP_NUMBERS = {of: tuple(f"{of}_{name}" for name in ("activation", *_FACTORS)) for of in ("query", "key")}
 _MAP_TENSORS = {of: tuple(f"{of}_{name}" for name in ("weight", "bias")) for of in ("query", "key")}
 
@@ -62,12 +62,14 @@ _STRIDED = (
 _PARAMETER_GRADIENTS = ("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient")
 _TENSOR_FIELDS = (
     *("mask", "kv", "k_sum", "log_scale", "next_kv", "next_k_sum", "next_log_scale", "normaliser", "top"),
-    *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
+    *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "model_sink"),
+    *("skip", "sink_position", "count", "next_count"),
     *("ring_key", "ring_value", "ring_mask", "next_ring_key", "next_ring_value", "next_ring_mask"),
     "head_index",
 )
 _LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "ring_capacity")
 _SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided", "int8_rows")
+_REALS = ("scaling", "mix_bound", "saturation", "softcap")
 
 
 class Arguments(ctypes.Structure):
@@ -81,14 +83,12 @@ class Arguments(ctypes.Structure):
         ("key_map", Map),
         *((name, ctypes.c_int64) for name in _LENGTHS),
         *((name, ctypes.c_int32) for name in _SIZES),
-        *((name, ctypes.c_float) for name in ("scaling", "mix_bound", "saturation")),
+        *((name, ctypes.c_float) for name in _REALS),
     ]
     tensors: tuple[Tensors, list[Tensor]]
 
 
-_SETTINGS = frozenset(
-    ("offset", "sinks", "window", "two_sided", "int8_rows", "scaling", "mix_bound", "saturation", "ring_capacity")
-)
+_SETTINGS = frozenset((*("offset", "sinks", "window", "two_sided", "int8_rows", "ring_capacity"), *_REALS))
 _HAS_STRIDES = frozenset(_STRIDED)
 _HAS_ADDRESS = frozenset(_TENSOR_FIELDS)
 
@@ -100,6 +100,7 @@ def map_arguments(fused: tuple[FusedMap, FusedMap]) -> tuple[Tensors, Numbers]:
     shared = fused[1] is fused[0] and not fused[0].requires_grad
     for of, fused_map in zip(("query",) if shared else ("query", "key"), fused, strict=False):
         factors = fused_map.in_scale, fused_map.bias_scale, fused_map.alpha, fused_map.epsilon, fused_map.factor
+        factors = *factors, fused_map.softcap or 0.0
         numbers.update(zip(_MAP_NUMBERS[of], (ACTIVATIONS[fused_map.activation], *factors), strict=True))
         for name, tensor in zip(_MAP_TENSORS[of], (fused_map.weight, fused_map.bias), strict=True):
             if tensor is not None:

@@ -30,7 +30,7 @@ struct Map {
   int64_t scale_batch, scale_head;
   int32_t activation, parts;
   int32_t width, projected, input;  // f, numbers in a segment; whether there is a W; d, numbers in a row of x
-  float in_scale, bias_scale, alpha, epsilon, factor;
+  float in_scale, bias_scale, alpha, epsilon, factor, softcap;  // softcap: of in_scale x W, forward only; 0: none
 
   bool scaled() const {
     return scales || activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR || activation == EXP;
@@ -182,11 +182,14 @@ struct FeatureBlock {
       tiles->multiply_by_weights(count, segment, map->input, x, x_row, weight, segment, y, segment);
     else
       multiply_floats(count, segment, map->input, x, x_row, 1, weight, segment, y, segment, false);
-    if (!map->bias) return activate(count, y, segment, map->in_scale);
-    const float* bias = map->bias + head * map->bias_head;
+    if (!map->bias && !map->softcap) return activate(count, y, segment, map->in_scale);
+    const float* bias = map->bias ? map->bias + head * map->bias_head : nullptr;
     for (int t = 0; t < count; ++t)
-      for (int j = 0; j < segment; j += LANES)
-        store(y + t * segment + j, load(y + t * segment + j) * map->in_scale + load(bias + j) * map->bias_scale);
+      for (int j = 0; j < segment; j += LANES) {
+        const Vec product = load(y + t * segment + j) * map->in_scale;
+        const Vec within = map->softcap ? capped(product, map->softcap) : product;
+        store(y + t * segment + j, bias ? within + load(bias + j) * map->bias_scale : within);
+      }
     activate(count, y, segment, 1.0f);
   }
 

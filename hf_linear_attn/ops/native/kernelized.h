@@ -32,6 +32,7 @@ struct Call {
   float *key_weight_gradient, *key_bias_gradient;                                      // [B, G, ...]
   float* mix_gradient;                                                                 // [B, H, L]
   const float* mix_weight;                                                             // u [H, padded d], see below
+  const float* model_sink;                                                             // [H], see below
   const int64_t *skip, *sink_position;                                                 // [B], [B, s]
   const int64_t* count;                                                                // [B]: tokens before this one
   int64_t* next_count;                                                                 // with this one
@@ -45,17 +46,18 @@ struct Call {
   int64_t offset, sinks, ring_capacity;                                                // the key that row 0 is; s; see below
   int32_t size, value_size, dtype, threads;                                            // d, e, ...
   int32_t window, two_sided, int8_rows;                                                // w; whether also distances > -w; below
-  float scaling, mix_bound, saturation;                                                // tau, ..., N
+  float scaling, mix_bound, saturation, softcap;                                       // tau, ..., N, see below
   // Log decays of the causal form with precomputed features, in float32.
   // Windows: the first `skip` keys are no tokens. Log mixing weights are mix + clip(sqrt(tau) u.q, +-bound), without u
   // `mix`; for one token less log(1 + n / N), n of its `count` tokens lying outside, without the last term if N is 0.
   // Sinks are exact for every row: those at `sink_position`, counted in rows. Two-sided: the first s tokens and the last s,
   // whose own rows are exact, too. One token: the first ones of each row, contiguous; the new one is added to them while
   // there are fewer. Its state and ring may lie where the next ones do.
-  // Windows of models with terms in their logits: row i's logit at distance d is increased by number w - 1 - d of
-  // `near_bias`, which has 64 more numbers (MARGIN in terms.py) on either side, and that of sink j by number j of `sink_bias`, in whole
-  // vectors. Features of far keys are multiplied by `key_before` or `key_behind`, those of rows for keys behind them by
-  // `row_behind`. All in float32.
+  // Windows of models with terms in their logits: logits are within `softcap`, if it is not 0, and then row i's logit at
+  // distance d is increased by number w - 1 - d of `near_bias`, before and behind which there are 64 more numbers (MARGIN in
+  // terms.py), and that of sink j by number j of `sink_bias`, in whole vectors. Features of far keys are multiplied by
+  // `key_before` or `key_behind`, those of rows for keys behind them by `row_behind`. `model_sink` is one more logit of every
+  // row of a head, without a value. All in float32.
   // With `int8_rows` a step's ring, sinks and exact heads are rows of bytes (`Int8`).
   // A ring has memory for `ring_capacity` tokens, so that the next one can begin a token further.
   // Key-value head g of a step reads and writes head `head_index[g]` of query, key, value and out. Exact heads have their

@@ -111,6 +111,12 @@ static inline Vec exp_of(Vec x) {
 #endif
 }
 
+// cap tanh(x / cap), with an absolute error of some 1e-7 cap.
+static inline Vec capped(Vec x, float cap) {
+  const Vec power = exp_of(smaller(x * (2.0f / cap), splat(40.0f)));
+  return cap - 2.0f * cap / (power + 1.0f);
+}
+
 // -------------------------------------------------------------------------------------------------------------------
 // C[M, N] (+)= A[M, K] B[K, N]: A with any strides, B and C with rows of whole vectors; B in float32 or of one byte.
 

@@ -1,5 +1,7 @@
 """What the kernel of windows takes of the terms of a model's logits: position biases, row by row or by distance."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -12,22 +14,24 @@ from ..terms import Terms
 from . import binding
 from .binding import Tensors
 
-#: Numbers on either side of the biases of a window, which vectors of the kernel may touch.
+#: Numbers before and behind the biases of windows, which vectors of the kernel may touch.
 MARGIN = 64
 
 
 def term_inputs(call: WindowedCall) -> Tensors:
     """Return the tensors of the kernel, and as `mix` what is added to the log mixing weights, `[B | 1, H, L | 1]`."""
     assert call.terms is not None
-    query, key = (mask_tokens(tensor, call.mask).float() for tensor in (call.query, call.key))
     inputs: Tensors = {}
     if call.terms.bias is not None:
         inputs = _bias_inputs(call, call.terms, call.terms.bias.float())
     if call.terms.relative is not None:
+        query, key = (mask_tokens(tensor, call.mask).float() for tensor in (call.query, call.key))
         inputs = _relative_inputs(call, call.terms.relative, query * call.scaling, key)
+    if call.terms.sink is not None:
+        inputs["model_sink"] = call.terms.sink.float()
     for name in ("near_bias", "sink_bias"):
         if name in inputs:
-            inputs[name] = inputs[name].expand(*query.shape[:3], -1)
+            inputs[name] = inputs[name].expand(*call.query.shape[:3], -1)
     return inputs
 
 
@@ -49,20 +53,12 @@ def _bias_inputs(call: WindowedCall, terms: Terms, bias: Tensor) -> Tensors:
 
 def _relative_inputs(call: WindowedCall, relative: Disentangled, query: Tensor, key: Tensor) -> Tensors:
     """Return the inputs of disentangled attention, for queries τ q."""
-    width = 2 * call.window - 1
-    of_queries, of_keys = relative.near(query, key, call.window)
-    near = query.new_zeros(*query.shape[:3], width) if of_queries is None else of_queries
-    if of_keys is not None:
-        padded = pad(of_keys, (0, 0, call.window - 1, call.window - 1)).contiguous()
-        # Of the key at distance d before row i, number w - 1 + d: one key further has the number before.
-        strides = *padded.stride()[:2], width, width - 1
-        near = near + padded.as_strided(near.shape, strides, width - 1)
     rows, keys = (
         relative.exponents(tensor, call.window, keys=is_keys, scaling=1.0)
         for tensor, is_keys in ((query, False), (key, True))
     )
     inputs = {
-        "near_bias": _with_margins(near),
+        "near_bias": _near(relative, query, key, call.window),
         "mix": rows[..., 0],
         "row_behind": (rows[..., 1] - rows[..., 0]).exp(),
         "key_before": keys[..., 0].exp(),
@@ -74,8 +70,33 @@ def _relative_inputs(call: WindowedCall, relative: Disentangled, query: Tensor, 
     return inputs
 
 
+def _near(relative: Disentangled, query: Tensor, key: Tensor, window: int) -> Tensor:
+    """Return the biases of a window, `[B, H, L, 2 w - 1]`, in memory with margins; head by head, in a small buffer."""
+    queries, keys = relative.near_tables(window)
+    width, (batch, heads, length, _) = 2 * window - 1, query.shape
+    near = _between_margins(batch, heads, length, width)
+    products = query.new_zeros(batch, length + width - 1, width)  # of keys, with those before and behind the sequence
+    # Of the key at distance d before row i, number w - 1 + d: one key further has the number before.
+    skewed = products.as_strided((batch, length, width), (products.stride(0), width, width - 1), width - 1)
+    for head in range(heads):
+        if queries is None:
+            near[:, head] = 0.0
+        else:
+            torch.matmul(query[:, head], queries[head].float().mT, out=near[:, head])
+        if keys is not None:
+            torch.matmul(key[:, head], keys[head].float().mT, out=products[:, window - 1 : length + window - 1])
+            near[:, head] += skewed
+    return near
+
+
+def _between_margins(*sizes: int) -> Tensor:
+    """Allocate a tensor in float32 with margins, whose numbers the kernel does not use, before and behind it."""
+    count = math.prod(sizes)
+    return binding.empty(count + 2 * MARGIN)[MARGIN : MARGIN + count].view(sizes)
+
+
 def _with_margins(near: Tensor) -> Tensor:
-    return pad(near, (MARGIN, MARGIN))[..., MARGIN:-MARGIN]
+    return _between_margins(*near.shape).copy_(near)
 
 
 def _in_vectors(tensor: Tensor) -> Tensor:

@@ -98,10 +98,11 @@ static void weigh_features(const Call& c, const Stream& s, long h, long start, i
 // part is lost in rounding anyway.
 static inline float far_factor(float scale, float top) { return top == -INFINITY ? 1.0f : std::exp(std::min(scale - top, 60.0f)); }
 
-// What a model adds to the logits of a block of rows: of row 0, and how far rows are apart.
+// What a model adds to the logits of a block of rows: of row 0, and how far rows are apart; their cap, and its own sink.
 struct Added {
   const float *near = nullptr, *sinks = nullptr;
   long near_row = 0, sinks_row = 0;
+  float cap = 0.0f, sink = -INFINITY;
 };
 
 // The matrix products and exponentials of the near part of one block: the band's columns, then the sinks'.
@@ -271,7 +272,8 @@ struct Band {
       return tensor.data ? static_cast<const float*>(tensor.data) + b * tensor.batch + h * tensor.head + start * tensor.token
                          : nullptr;
     };
-    return {row(c.near_bias), row(c.sink_bias), c.near_bias.token, c.sink_bias.token};
+    const float sink = c.model_sink ? c.model_sink[h] : -INFINITY;
+    return {row(c.near_bias), row(c.sink_bias), c.near_bias.token, c.sink_bias.token, c.softcap, sink};
   }
 
   // exp(tau q.k - top) of all rows; top is computed, or with `known` taken from the forward pass. Adds to normalisers.
@@ -290,7 +292,8 @@ struct Band {
         for (int j = 0; j < LANES; ++j) lane[j] = band.begin + j;
         Vec maxima = splat(-INFINITY);
         const auto add_logits = [&](int j, VecInt inside, Vec shift) {
-          const Vec logit = select(inside, load(row + j) * scaling + shift, splat(-INFINITY));
+          const Vec product = load(row + j) * scaling;
+          const Vec logit = select(inside, (added.cap ? capped(product, added.cap) : product) + shift, splat(-INFINITY));
           store(row + j, logit);
           maxima = larger(maxima, logit);
         };
@@ -301,7 +304,7 @@ struct Band {
         if (any_sink)
           for (int j = 0; j < sinks; j += LANES)
             add_logits(columns + j, seen_sinks(t, j), of_sinks ? load(of_sinks + j) : Vec{});
-        if (!known) top[t] = max_of(maxima);
+        if (!known) top[t] = std::max(max_of(maxima), added.sink);
       }
       for (int t = i; t < i + tile_rows; ++t) {  // a separate pass, because it waits for the maxima
         float* row = weights + (size_t)t * stride();
@@ -313,7 +316,7 @@ struct Band {
             store(row + j, weight);
             total += weight;
           }
-        if (normaliser) normaliser[t] += sum_of(total);
+        if (normaliser) normaliser[t] += sum_of(total) + (any ? std::exp(added.sink - top[t]) : 0.0f);
       }
     }
   }

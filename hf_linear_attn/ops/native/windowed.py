@@ -31,6 +31,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         numbers["saturation"] = 0 if mix is None or mix.saturation is None else mix.saturation
         return _step(call, call.state, {**learned, "mix": log_mix}, numbers)
     terms = {} if call.terms is None else term_inputs(call)
+    numbers["softcap"] = 0.0 if call.terms is None else call.terms.softcap or 0.0
     log_mix = log_mix.float() + terms.pop("mix", 0.0)
     if mix is not None and mix.saturation is not None:
         log_mix = call.log_mixing_weights().float() + log_mix - mix.base
