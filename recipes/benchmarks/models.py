@@ -65,6 +65,8 @@ def models(
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
     batches: tuple[int, ...] = (1,),
     seconds: float = 5.0,
+    longest_exact: int | None = None,
+    memory: bool = False,
     seed: int = 0,
     device: str = "cpu",
 ) -> Cells:
@@ -74,12 +76,15 @@ def models(
 
     Args:
         attention: Names of mechanisms, and of decoders those of `WINDOWS`.
-        shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2.
+        shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2, and others of `workloads.SHAPES`.
         dtypes: Names of torch dtypes.
         passes: forward, forward+backward, and of decoders prefill and decoding (one token after a context).
         lengths: Tokens of the row, or of the context.
         batches: Numbers of rows.
         seconds: Time for each cell; at least three rounds are timed.
+        longest_exact: Where inputs are longer, the exact model is left out, and speedups are over the model without
+            attention.
+        memory: Whether to measure the peak memory of a pass, too.
         seed: Of random weights and random features.
         device: A torch device.
     """
@@ -93,23 +98,28 @@ def models(
                     continue
                 for length, batch in product(sorted(lengths), batches):
                     facts = {"model": shape, "dtype": dtype, "pass": done, "length": length, "batch": batch}
-                    yield Cell(facts, partial(_measure, all_models, done, length, batch, seconds), settings)
+                    timed = dict(all_models)
+                    if longest_exact is not None and length > longest_exact:
+                        del timed[BASELINE]
+                    yield Cell(facts, partial(_measure, timed, done, length, batch, seconds, memory), settings)
 
 
-def _measure(all_models: Mapping[str, Any], done: str, length: int, batch: int, seconds: float) -> Rows:
-    options: dict[str, Any] = {"baseline": BASELINE, "seconds": seconds, "batch_size": batch}
+def _measure(all_models: Mapping[str, Any], done: str, length: int, batch: int, seconds: float, memory: bool) -> Rows:
+    baseline = BASELINE if BASELINE in all_models else WITHOUT_ATTENTION
+    options: dict[str, Any] = {"baseline": baseline, "seconds": seconds, "batch_size": batch}
     if done == DECODING:  # without attention a model has no cache
         chosen = {name: model for name, model in all_models.items() if name != WITHOUT_ATTENTION}
         values = measure_decoding(chosen, TOKENS, length, **options)
     else:
-        values = measure_passes(all_models, TOKENS, length, measurement=done, **options)
+        values = measure_passes(all_models, TOKENS, length, measurement=done, memory=memory, **options)
     rows: Rows = []
     for name, timed in values.items():
         row: dict[str, Any] = {"attention": name}
         for column, prefix, median in (("seconds", "", "seconds"), ("speedup", "speedup_", "speedup")):
             spread = {share: timed[f"{prefix}{share}"] for share in ("p20", "p80")}
             row[column] = {"median": timed[median], **spread, "rounds": timed["rounds"]}
-        rows.append(row | ({"bytes": timed["cache_bytes"]} if done == DECODING else {}))
+        size = timed.get("cache_bytes" if done == DECODING else "peak_memory")
+        rows.append(row if size is None else {**row, "bytes": size})
     return rows
 
 

@@ -11,7 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MPNetConfig,
+    MPNetModel,
+    T5Config,
+    T5EncoderModel,
+)
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
@@ -215,7 +232,45 @@ def llama(longest: int, **sizes: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=longest, tie_word_embeddings=True))
 
 
-#: Name -> function of the longest input.
+def deberta(longest: int, layers: int) -> Any:
+    """DeBERTa-v3: 128,100 words aside, and fewer layers where so named, the shape of -small and -base."""
+    config = DebertaV2Config(
+        **{"vocab_size": 32000, "num_hidden_layers": layers, "max_position_embeddings": longest},
+        **{"position_biased_input": False, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        **{"position_buckets": 256, "max_relative_positions": 512, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+    )
+    return DebertaV2Model(config)
+
+
+def mpnet(longest: int, layers: int) -> Any:
+    config = MPNetConfig(num_hidden_layers=layers, max_position_embeddings=longest + 2)
+    return MPNetModel(config, add_pooling_layer=False)
+
+
+def gpt_oss(longest: int, layers: int) -> Any:
+    """The shape of gpt-oss-20b with few layers, all of full attention, and 4 experts, of which 1 serves a token."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    config = GptOssConfig(
+        vocab_size=32000, num_hidden_layers=layers, layer_types=["full_attention"] * layers, **experts,
+        max_position_embeddings=max(longest, 131072),
+    )  # fmt: skip
+    return GptOssForCausalLM(config)
+
+
+def gemma2(longest: int, layers: int) -> Any:
+    """The shape of Gemma 2 2B with few layers, all of full attention."""
+    config = Gemma2Config(
+        vocab_size=32000, num_hidden_layers=layers, layer_types=["full_attention"] * layers, head_dim=256,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=longest,
+    )  # fmt: skip
+    return Gemma2ForCausalLM(config)
+
+
+def t5_encoder(longest: int, layers: int) -> Any:
+    return T5EncoderModel(T5Config(num_layers=layers, is_decoder=False, use_cache=False))
+
+
+#: Name -> function of the longest input. A number of layers in a name is that of the model, else it has all.
 SHAPES: Mapping[str, Callable[[int], Any]] = {
     "BERT-base": bert,
     "GPT-2 small": gpt2,
@@ -228,6 +283,16 @@ SHAPES: Mapping[str, Callable[[int], Any]] = {
         llama, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=128256,
     ),
+    "Llama-3.2-1B, 1 layer": partial(
+        llama, hidden_size=2048, intermediate_size=8192, num_hidden_layers=1, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32000,
+    ),
+    "DeBERTa-v3-small, 6 layers": partial(deberta, layers=6),
+    "DeBERTa-v3-base, 3 layers": partial(deberta, layers=3),
+    "T5-small's encoder, 6 layers": partial(t5_encoder, layers=6),
+    "MPNet-base, 3 layers": partial(mpnet, layers=3),
+    "gpt-oss-20b, 1 layer": partial(gpt_oss, layers=1),
+    "Gemma 2 2B, 1 layer": partial(gemma2, layers=1),
 }  # fmt: skip
 
 

@@ -89,6 +89,17 @@ def test_whole_models(tmp_path: Path) -> None:
     assert all(("bytes" in row) is (row["pass"] == "decoding") for row in rows)
 
 
+@pytest.mark.usefixtures("tiny_shapes")
+def test_whole_models_beyond_the_longest_input_of_the_exact_one(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"attention": ("window",), "shapes": ("encoder",), "lengths": (16, 32), "seconds": 0.001}
+    options |= {"dtypes": ("float32",), "longest_exact": 16, "memory": True}
+    rows = rows_of("models", tmp_path / "out", **options)
+    assert [row["attention"] for row in rows if row["length"] == 16] == ["sdpa", "without attention", "window"]
+    assert [row["attention"] for row in rows if row["length"] == 32] == ["without attention", "window"]
+    assert all(row["bytes"] >= 0 for row in rows)
+    assert next(row["speedup"]["median"] for row in rows[3:]) == 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny_shapes")
 def test_what_compilation_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
