@@ -84,6 +84,8 @@ class FeatureMap(nn.Module):
     signed = False
     #: Whether the features depend on the tokens' positions.
     uses_positions = False
+    #: Whether the map serves capped logits: it learns such weights, or estimates those without the cap.
+    serves_caps = False
     #: Whether `fit(keys, queries)` and `weigh(bias)` find a start for the model's own keys (see `feature_maps.vq`).
     fits_keys = False
 

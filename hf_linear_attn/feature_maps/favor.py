@@ -50,6 +50,8 @@ class FavorFeatureMap(FeatureMap):
     weight: Tensor
     phase: Tensor | None
 
+    serves_caps = True
+
     def __init__(self, shape: AttentionShape, options: FavorOptions) -> None:
         super().__init__(shape, options)
         self.num_features = options.num_features

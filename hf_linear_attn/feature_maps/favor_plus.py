@@ -56,6 +56,8 @@ class FavorPlusFeatureMap(FeatureMap):
     weight: Tensor
     passes: Tensor
 
+    serves_caps = True
+
     def __init__(self, shape: AttentionShape, options: FavorPlusOptions) -> None:
         super().__init__(shape, options)
         self.num_features = options.num_features

@@ -52,6 +52,8 @@ class HedgehogFeatureMap(FeatureMap):
     terms in ‖q‖ and ‖k‖, as it should.
     """
 
+    serves_caps = True
+
     def __init__(self, shape: AttentionShape, options: HedgehogOptions) -> None:
         super().__init__(shape, options)
         rows = options.feature_dim or (shape.head_dim if shape.head_dim >= 64 else SMALL_HEAD_ROWS)

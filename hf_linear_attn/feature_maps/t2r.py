@@ -34,6 +34,8 @@ class T2RFeatureMap(FeatureMap):
     features meet none of the keys' then gets zeros.
     """
 
+    serves_caps = True
+
     def __init__(self, shape: AttentionShape, options: T2ROptions) -> None:
         super().__init__(shape, options)
         self.num_features = options.num_features or 4 * shape.head_dim

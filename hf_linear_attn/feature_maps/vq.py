@@ -48,6 +48,7 @@ class VQFeatureMap(FeatureMap):
     """
 
     fits_keys = True
+    serves_caps = True
 
     def __init__(self, shape: AttentionShape, options: VQOptions) -> None:
         super().__init__(shape, options)

@@ -34,11 +34,14 @@ class KernelizedAttention(LinearAttention):
         super().__init__(shape, built.options)
         self.feature_map: FeatureMap = built
         self.distribution = built.distribution and not built.signed
+        self.served_terms = frozenset({"softcap"} if built.serves_caps else ())
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         if (step := run_prepared(self, inputs)) is not None:
             return step
         self.begin_forward(inputs)
+        if inputs.terms is not None:  # a cap, which is the map's
+            inputs = replace(inputs, terms=None)
         maps, counts = self._maps(inputs)
         size, signed = self.feature_map.num_features, self.feature_map.signed
         call = KernelizedCall(*inputs.finite_tensors(), *maps, size, signed=signed, **inputs.settings)

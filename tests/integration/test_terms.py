@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.integration.adapters.base import last_bucket
 from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.discovery import find_attention, self_attention
@@ -210,6 +211,31 @@ def test_mechanisms_that_cannot_apply_a_term_refuse_it_before_anything_is_change
     with pytest.raises(NotImplementedError, match=rf"adds {term} to its logits.*Use 'window'"):
         hla.patch_model(model, attention)
     assert not hla.is_patched(model)
+
+
+def test_random_features_estimate_the_weights_without_a_cap():
+    model = build("gemma2")
+    uncapped = copy.deepcopy(model)
+    for layer in find_attention(uncapped):
+        if layer.span == "full":
+            layer.module.attn_logit_softcapping = None
+    inputs = inputs_of(model)
+    wanted, actual = (per_token(hla.patch_model(one, "favor+"), inputs) for one in (uncapped, model))
+    torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("attention", ["hedgehog", "vq", *slow("t2r")])
+def test_maps_learn_capped_weights(attention):
+    model = hla.patch_model(build("gemma2"), attention)
+    rows = [{"input_ids": tokens(24, seed=seed)} for seed in range(2)]
+    losses = hla.transfer_attention(model, rows, max_steps=12).losses
+    assert losses[-1] < losses[0] or losses[-1] < 0.01  # codes are fitted already
+    ids = tokens(20)
+    whole = per_token(model, {"input_ids": ids, "use_cache": False})
+    with torch.no_grad():
+        past = output_cache(model(ids[:, :12], use_cache=True))
+        rest = model(ids[:, 12:], **cache_argument(model, past), use_cache=True).logits
+    torch.testing.assert_close(rest, whole[:, 12:], rtol=1e-4, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -460,3 +486,16 @@ def test_unpatching_gives_a_model_its_own_methods_again(model_type):
     hla.unpatch_model(patched_with(model))
     assert torch.equal(per_token(model, inputs), exact)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2", "deberta", "gpt_oss", "gemma2"])
+def test_without_attention_no_token_sees_another(model_type):
+    model = build(model_type)
+    bare = without_attention(model)
+    ids = tokens(20, batch=1).repeat(2, 1)
+    ids[1, 3] += 1
+    first, second = per_token(bare, {"input_ids": ids})
+    changed = (first - second).abs().amax(dim=-1) > 0
+    assert changed.nonzero().flatten().tolist() == [3]
+    first, second = per_token(model, {"input_ids": ids})
+    assert int(((first - second).abs().amax(dim=-1) > 0).sum()) > 1
