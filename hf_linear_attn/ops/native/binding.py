@@ -100,8 +100,8 @@ def map_arguments(fused: tuple[FusedMap, FusedMap]) -> tuple[Tensors, Numbers]:
     shared = fused[1] is fused[0] and not fused[0].requires_grad
     for of, fused_map in zip(("query",) if shared else ("query", "key"), fused, strict=False):
         factors = fused_map.in_scale, fused_map.bias_scale, fused_map.alpha, fused_map.epsilon, fused_map.factor
-        factors = *factors, fused_map.softcap or 0.0
-        numbers.update(zip(_MAP_NUMBERS[of], (ACTIVATIONS[fused_map.activation], *factors), strict=True))
+        values = ACTIVATIONS[fused_map.activation], *factors, fused_map.softcap or 0.0
+        numbers.update(zip(_MAP_NUMBERS[of], values, strict=True))
         for name, tensor in zip(_MAP_TENSORS[of], (fused_map.weight, fused_map.bias), strict=True):
             if tensor is not None:
                 tensors[name] = tensor
