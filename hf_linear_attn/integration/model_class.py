@@ -11,11 +11,12 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -148,6 +149,8 @@ class LinearAttentionModelMixin:
                 f"The weights in {str(pretrained_model_name_or_path)!r} cannot be read ({error}): a file is truncated "
                 "or corrupt. Copy or download the checkpoint again."
             ) from error
+        if (folder := downloaded_folder(pretrained_model_name_or_path, **kwargs)) is not None:
+            check_index(folder)
         check_loading(pretrained_model_name_or_path, info, ignore_mismatched_sizes)
         check_architecture(model, patched_layers(model))
         return (model, info) if output_loading_info else model
@@ -476,6 +479,16 @@ def complete_checkpoint(folder: Path) -> None:
     if CONFIG_FIELD in config:
         atomic_write(folder / CODE_FILE, CODE)
         atomic_write(path, json.dumps({**config, **REFUSALS}, indent=2, sort_keys=True) + "\n")
+
+
+def downloaded_folder(
+    repository: Any, subfolder: str = "", revision: str | None = None, cache_dir: Any = None, **_: Any
+) -> Path | None:
+    """Return the folder in the cache of the Hub that a repository was downloaded to; None for a local one, or none."""
+    if repository is None or Path(repository).is_dir():
+        return None
+    path = try_to_load_from_cache(str(repository), str(PurePosixPath(subfolder, CONFIG_NAME)), cache_dir, revision)
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def check_index(folder: Path) -> None:

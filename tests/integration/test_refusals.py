@@ -151,24 +151,28 @@ def test_an_index_of_weights_that_is_none(tmp_path):
             hla.load_pretrained(str(tmp_path))
 
 
-def test_a_tensor_that_stands_in_two_shards(tmp_path):
+@pytest.mark.parametrize("is_cached", [False, True], ids=["a folder", "the cache of the Hub"])
+def test_a_tensor_that_stands_in_two_shards(is_cached, tmp_path):
     """Transformers loads that of the last file, though the index names the first: of ours, this is refused."""
     model = patched("hedgehog", LLAMA)
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    (index,) = tmp_path.glob("*.index.json")
+    repository = tmp_path / "models--someone--decoder"
+    folder = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(folder.name)
+    source = ("someone/decoder", {"cache_dir": str(tmp_path)}) if is_cached else (str(folder), {})
+    (index,) = folder.glob("*.index.json")
     shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     name = next(name for name in shards if "linear_attention" in name)
     others = sorted({file for file in shards.values() if file != shards[name]})
     assert others
     for other in others:
-        before = (tmp_path / other).read_bytes()
-        save_file(
-            {**load_file(tmp_path / other), name: model.state_dict()[name] + 1}, tmp_path / other, {"format": "pt"}
-        )
+        before = (folder / other).read_bytes()
+        save_file({**load_file(folder / other), name: model.state_dict()[name] + 1}, folder / other, {"format": "pt"})
         with pytest.raises(ValueError, match=rf"{name}' stands in .* and in .*: which one belongs to the model"):
-            hla.load_pretrained(str(tmp_path))
-        (tmp_path / other).write_bytes(before)
-    assert torch.equal(logits(hla.load_pretrained(str(tmp_path)), token_ids()), logits(model, token_ids()))
+            hla.load_pretrained(source[0], **source[1])
+        (folder / other).write_bytes(before)
+    assert torch.equal(logits(hla.load_pretrained(source[0], **source[1]), token_ids()), logits(model, token_ids()))
 
 
 def test_other_errors_while_saving_stay_what_they_are(tmp_path):
