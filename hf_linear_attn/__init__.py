@@ -89,7 +89,9 @@ _NAMES = {
     "training.selection": ("LinearParts", "close_harmful_parts"),
     "training.transfer": ("TransferResult", "transfer_attention"),
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_HOMES: dict[str, str] = {}
+for _module, _names in _NAMES.items():
+    _HOMES.update(dict.fromkeys(_names, _module))
 
 __all__ = sorted(("__version__", *_HOMES))
 

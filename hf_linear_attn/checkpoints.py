@@ -11,9 +11,8 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
-from .config import LinearAttentionConfig
-from .integration.context import CONFIG_FIELD
-from .integration.model_class import linear_attention_class, transformers_class
+from .config import CONFIG_FIELD, LinearAttentionConfig, saved_settings
+from .integration.model_class import auto_mapping, linear_attention_class, transformers_class
 from .integration.models import all_configs
 from .integration.positions import EXTENDED_FROM, position_limit
 from .utils.files import atomic_folder, check_output
@@ -69,7 +68,7 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
     """
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     config = kwargs.get("config") or read_config(path_or_repo, **hub_arguments)
-    saved = getattr(config, CONFIG_FIELD, None)
+    saved = saved_settings(config)
     if saved is None:
         remedy = "Load it with AutoModel….from_pretrained() and call patch_model(model, name)."
         raise ValueError(f"{path_or_repo!r} has no linear attention (no {CONFIG_FIELD!r} in config.json). {remedy}")
@@ -87,7 +86,7 @@ def load_checkpoint(source: str, auto_class: Any, **kwargs: Any) -> tuple[PreTra
     """
     name, gguf_file = split_source(source)
     config = kwargs.get("config") or read_config(source, kwargs.get("revision"))
-    if getattr(config, CONFIG_FIELD, None) is not None:
+    if saved_settings(config) is not None:
         with quiet_transformers():
             return load_pretrained(name, auto_class, **kwargs), []
     with loading_errors(f"The model {source!r}"), quiet_transformers():
@@ -104,12 +103,11 @@ def model_without_weights(source: str, config: Any, auto_class: Any = None) -> A
 def model_class(path: str, config: Any, auto_class: Any) -> type:
     """Return the class that `auto_class` (see `load_pretrained`) has for a config, by default the class it names."""
     if auto_class is None:
-        names = getattr(config, "architectures", None) or []
-        if not names:
+        if not config.architectures:
             raise ValueError(f"The config of {path!r} names no class. Pass auto_class=AutoModelForCausalLM, …")
-        return transformers_class(names[0])
+        return transformers_class(config.architectures[0])
     named: Any = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
-    mapping = getattr(named, "_model_mapping", None)
+    mapping = auto_mapping(named)
     if mapping is not None:
         if type(config) not in mapping:
             raise ValueError(f"{named.__name__} has no class for model type {config.model_type!r}.")
@@ -133,7 +131,7 @@ def save_checkpoint(
         with hidden_progress_bars(not sys.stderr.isatty()):
             model.save_pretrained(temporary)
         copy_companions(source, temporary, revision)
-        if any(hasattr(part, EXTENDED_FROM) for part in all_configs(model)):
+        if any(EXTENDED_FROM in vars(part) for part in all_configs(model)):
             _raise_token_limits(temporary, position_limit(model) or 0)
         # The folder may have been filled in the meantime.
         check_output(output, [CONFIG_NAME], overwrite=overwrite, source=source)

@@ -342,6 +342,11 @@ def _layer_dict(layer: LayerConfig) -> dict[str, Any]:
     return {**saved, "exact_heads": list(layer.exact_heads)} if layer.exact_heads else saved
 
 
+def saved_settings(model_config: Any) -> dict[str, Any] | None:
+    """Return the saved form that the config of a patched model carries; None from the config of any other model."""
+    return getattr(model_config, CONFIG_FIELD, None)
+
+
 def check_integers(values: Any, name: str, kind: str) -> list[int]:
     """Raise a TypeError unless `values` is a list of integers; the message says the indices of what it must hold."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .config import DEFAULT_ATTENTION, LinearAttentionConfig
-from .integration.context import CONFIG_FIELD as CONFIG_FIELD
-from .integration.context import SUBMODULE, in_memory, is_patched
+from .integration.context import SUBMODULE, in_memory, is_patched, mechanism_of
 from .integration.discovery import self_attention
 from .integration.install import installed_layers
 from .integration.model_class import install, name_patched, uninstall
@@ -229,14 +228,14 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
         if config is None:
             rows.append(LayerReport(index, layer.name, EXACT, {}, 0, 0, "growing" if layer.causal else "none"))
             continue
-        module: Any = getattr(layer.module, SUBMODULE)
+        mechanism = mechanism_of(layer.module)
         state_bytes, state = 0, "none"
         if layer.causal:
-            with in_memory(module):
-                state_bytes = module.state_bytes(1024)
+            with in_memory(mechanism):
+                state_bytes = mechanism.state_bytes(1024)
             state = "growing" if config.exact_heads else ATTENTIONS.get(config.attention).state
-        facts = config.attention, dict(config.options), module.learned_parameters(), state_bytes, state
+        facts = config.attention, dict(config.options), mechanism.learned_parameters(), state_bytes, state
         rows.append(LayerReport(index, layer.name, *facts, config.exact_heads))
-        if is_unfitted(linear_mechanism(module)):
+        if is_unfitted(linear_mechanism(mechanism)):
             unfitted.append(index)
     return PatchReport(base_class(type(model)).__name__, tuple(rows), tuple(unfitted))

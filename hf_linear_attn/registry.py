@@ -232,9 +232,9 @@ def list_attentions() -> dict[str, dict[str, Any]]:
     for name, entry in sorted(ATTENTIONS):
         defaults = entry.options()
         listing[name] = {
-            **{fact: getattr(entry, fact) for fact in LISTED},
+            **{fact: vars(entry)[fact] for fact in LISTED},
             "options": {
-                field.name: {"default": getattr(defaults, field.name), "help": field.metadata.get("help", "")}
+                field.name: {"default": vars(defaults)[field.name], "help": field.metadata.get("help", "")}
                 for field in fields(entry.options)
             },
         }

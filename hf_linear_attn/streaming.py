@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from .integration.cache import LinearStateLayer
 from .integration.cache_argument import cache_argument, output_cache
 from .integration.discovery import longest_input
 from .integration.packing import STATE_LOST, restarting_mixer
@@ -131,10 +132,12 @@ def cache_bytes(cache: Cache) -> int:
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     total = 0
     for layer in cache.layers:
-        nbytes = getattr(layer, "nbytes", None)
+        if isinstance(layer, LinearStateLayer):
+            total += layer.nbytes()
+            continue
         # Transformers' quantized layers have tuples, and tensors that wrap others.
         stored = [getattr(layer, name, None) for name in ("keys", "values", "_quantized_keys", "_quantized_values")]
-        total += nbytes() if nbytes is not None else sum(_tensor_bytes(x) for x in tree_leaves(stored))
+        total += sum(map(_tensor_bytes, tree_leaves(stored)))
     return total
 
 

@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..config import CONFIG_FIELD, LinearAttentionConfig
+from ..config import CONFIG_FIELD, LinearAttentionConfig, saved_settings
 from ..utils.options import option
 from ..utils.sources import read_config_file
 from .verb import Verb
@@ -46,7 +46,8 @@ def _describe_patched(name: str) -> tuple[dict[str, Any], str]:
     from ..patching import patch_report
 
     model_config = read_config(name)
-    saved = getattr(model_config, CONFIG_FIELD)
+    saved = saved_settings(model_config)
+    assert saved is not None
     model = model_without_weights(name, model_config)
     report = patch_report(model)
     facts = {

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..config import CONFIG_FIELD, LinearAttentionConfig
+from ..config import LinearAttentionConfig, saved_settings
 from ..utils.files import check_output
 from ..utils.options import OptionError, check_options, option
 from .verb import Verb
@@ -61,7 +61,7 @@ def run(config: PatchConfig) -> None:
 
     name, gguf_file = split_source(source)
     model_config = read_config(source, config.revision)
-    if getattr(model_config, CONFIG_FIELD, None) is not None:
+    if saved_settings(model_config) is not None:
         raise ValueError(
             f"{source!r} is patched already (see `hf-linear-attn info {source}`). Give the checkpoint that it was "
             "made from, or load it and call unpatch_model(model)."

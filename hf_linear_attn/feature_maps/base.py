@@ -95,6 +95,11 @@ class FeatureMap(nn.Module):
         #: The options, with all that they leave to the shape of the layer filled in.
         self.options = options
 
+    @property
+    def redraws(self) -> bool:
+        """Whether the next forward pass in training mode begins with new random features."""
+        return False
+
     def begin_forward(self) -> None:
         """Called by the mechanism before each forward pass that does not go on from a state."""
 

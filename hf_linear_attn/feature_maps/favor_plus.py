@@ -75,7 +75,6 @@ class FavorPlusFeatureMap(FeatureMap):
 
     @property
     def redraws(self) -> bool:
-        """Whether the next forward pass in training mode begins with new draws."""
         every = self.options.redraw_every
         return every is not None and (passes := int(self.passes)) > 0 and passes % every == 0
 

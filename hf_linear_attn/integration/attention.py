@@ -27,8 +27,9 @@ from .context import (
     forward_context,
     in_memory,
     layer_context,
+    mechanism_of,
 )
-from .discovery import Direction, config_value, declared_direction
+from .discovery import Direction, causal_flag, config_value, declared_direction, layer_index
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask, padding_of
 from .models import has_adapter
@@ -73,7 +74,7 @@ def linear_attention_forward(
     # causal attention.
     if is_causal is False and (query.shape[2] == 1 or (attention_mask is not None and attention_mask.dim() == 2)):
         is_causal = None if context.causal else is_causal
-    causal = getattr(module, "is_causal", True) if context.causal is None else context.causal
+    causal = causal_flag(module, True) if context.causal is None else context.causal
     declared = declared_direction(module)
     causal = bool(causal if is_causal is None else is_causal) and declared.allowed
     boundaries = boundaries_of(kwargs, attention_mask)
@@ -130,7 +131,7 @@ def _check_direction(call: InterfaceCall, declared: Direction) -> None:
 
 
 def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
-    mechanism: Any = call.module._modules.get(SUBMODULE)
+    mechanism = mechanism_of(call.module)
     if mechanism is None or call.context.runs_exactly:
         return run_exact(call, mechanism)
     _check_call(call, mechanism)
@@ -228,8 +229,8 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
 
 def _warn_of_adapter(call: InterfaceCall, mechanism: LinearAttention) -> None:
     """Warn before new features are drawn in the base of a PEFT adapter, which holds no copy of them."""
-    feature_map: Any = getattr(linear_mechanism(mechanism), "feature_map", None)
-    if not getattr(feature_map, "redraws", False):
+    feature_map = linear_mechanism(mechanism).feature_map
+    if feature_map is None or not feature_map.redraws:
         return
     root = forward_context.runs[0].module if forward_context.runs else call.module
     if has_adapter(root):
@@ -333,11 +334,11 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     forward_context.take_cache_layer()  # An earlier call that raised may have left one.
     # By its type: the argument has several names (layer_past in GPT-NeoX), and is seldom passed by position.
     cache = self_attention_cache((*kwargs.values(), *args))
-    index: Any = getattr(module, "layer_idx", None)
+    index = layer_index(module)
     if cache is None or index is None:
         return
     context = layer_context(module)
-    if SUBMODULE in module._modules and not (context is not None and context.runs_exactly):
+    if mechanism_of(module) is not None and not (context is not None and context.runs_exactly):
         packed = kwargs.get(BOUNDARIES) is not None or forward_context.packed_run() is not None
         state_layer(cache, index).expect_update(packed)
 

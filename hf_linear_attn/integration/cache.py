@@ -275,10 +275,8 @@ class LinearStateLayer(CacheLayerMixin):
             seen, mask = self.seen
             self.seen = min(seen, self.tokens), None if mask is None else mask[:, : self.tokens]
             if remaining and self._replay is not None:
-                key, value = (
-                    torch.cat([getattr(call, name) for call in self._record], 2)[:, :, :remaining]
-                    for name in ("key", "value")
-                )
+                key = torch.cat([call.key for call in self._record], 2)[:, :, :remaining]
+                value = torch.cat([call.value for call in self._record], 2)[:, :, :remaining]
                 masks = [key.new_ones(call.key.shape[::2]) if call.mask is None else call.mask for call in self._record]
                 query = key.new_zeros(len(key), first.query.shape[1], remaining, first.query.shape[3])
                 call = replace(first, query=query, key=key, value=value, mask=torch.cat(masks, 1)[:, :remaining].bool())
@@ -310,23 +308,35 @@ class LinearStateLayer(CacheLayerMixin):
         return sum(memory.get(name, tensor).nbytes for name, tensor in (self.state or {}).items())
 
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
-        def mapped(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: function(tensor) for name, tensor in value.items()}
-            return None if value is None else function(value)
+        def mapped(state: State | None) -> State | None:
+            return None if state is None else {name: function(tensor) for name, tensor in state.items()}
 
         self.state = mapped(self.state)
         count, mask = self.seen
         if mask is not None and len(mask) > 1:
             self.seen = count, function(mask)
-        names = ("query", "key", "value", "mask", "state")
-        self._record = [replace(call, **{name: mapped(getattr(call, name)) for name in names}) for call in self._record]
+        self._record = [
+            replace(
+                call,
+                query=function(call.query),
+                key=function(call.key),
+                value=function(call.value),
+                mask=None if call.mask is None else function(call.mask),
+                state=mapped(call.state),
+            )
+            for call in self._record
+        ]
 
 
 def self_attention_cache(values: Iterable[Any]) -> Cache | None:
     """Return the first cache among the arguments of a call; of an encoder-decoder's, that of its self-attention."""
     cache = find_cache(values)
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def cache_layers(cache: Cache) -> list[Any]:
+    """Return the layers of a cache; that of an encoder-decoder, which has two caches instead, stands for itself."""
+    return [cache] if isinstance(cache, EncoderDecoderCache) else cache.layers
 
 
 def holds_state(values: Iterable[Any]) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..ops.rows import drop_padding, join_rows
-from .cache import LinearStateLayer
+from .cache import LinearStateLayer, cache_layers
 
 
 def filter_rows(cache: Cache, rows: Sequence[int], padding: int = 0) -> None:
@@ -88,7 +88,7 @@ def extend_rows(cache: Cache, other: Cache) -> None:
 
 def _layers(cache: Cache) -> list[Any]:
     """Return the layers of a cache that hold tokens; raise where one cannot be served."""
-    layers: list[Any] = [layer for layer in getattr(cache, "layers", [cache]) if layer.get_seq_length()]
+    layers: list[Any] = [layer for layer in cache_layers(cache) if layer.get_seq_length()]
     for layer in layers:
         if type(layer) not in (LinearStateLayer, DynamicLayer, DynamicSlidingWindowLayer):
             raise NotImplementedError(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from ..config import CONFIG_FIELD as CONFIG_FIELD
 from ..config import LayerConfig
 from ..ops.calls import AttentionInputs
 from ..ops.common import ACCELERATE_HOOK
@@ -135,10 +134,15 @@ def layer_context(module: nn.Module) -> LayerContext | None:
     return getattr(module, LAYER_CONTEXT, None)
 
 
+def mechanism_of(module: nn.Module) -> Any:
+    """Return the linear attention of an attention module; None where it has none."""
+    return module._modules.get(SUBMODULE)
+
+
 def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Iterate over the attention modules of a patched model that have a linear attention."""
     for module in model.modules():
-        if layer_context(module) is not None and getattr(module, SUBMODULE, None) is not None:
+        if layer_context(module) is not None and mechanism_of(module) is not None:
             yield module
 
 
@@ -175,7 +179,7 @@ def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
     with ExitStack() as stack:
         for module in hooked:
-            hook: Any = getattr(module, ACCELERATE_HOOK)
+            hook: Any = module.__dict__[ACCELERATE_HOOK]
             hook.pre_forward(module)
             stack.callback(hook.post_forward, module, None)
         return stack.pop_all()

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..ops.ranks import Ranks
-from .context import SUBMODULE, layer_context
-from .packing import MODEL_CONTEXT, ModelContext
+from .context import layer_context, mechanism_of
+from .packing import model_context
 
 
 @contextmanager
@@ -35,14 +36,14 @@ def context_parallel(model: PreTrainedModel, group: Any) -> Iterator[None]:
         NotImplementedError: A layer is exact, or its mechanism cannot be split; in the forward pass: caches, packed
             documents, full masks and `output_attentions`.
     """
-    group = group.get_group() if hasattr(group, "get_group") else group
+    group = group.get_group() if isinstance(group, DeviceMesh) else group
     ranks = Ranks(group, distributed.get_rank(group), distributed.get_world_size(group))
     contexts = []
     for module in model.modules():
         context = layer_context(module)
         if context is None:
             continue
-        mechanism: Any = getattr(module, SUBMODULE, None)
+        mechanism = mechanism_of(module)
         if mechanism is None or context.causal not in mechanism.context_parallel:
             kind = "softmax" if mechanism is None else type(mechanism).__name__
             raise NotImplementedError(
@@ -54,11 +55,11 @@ def context_parallel(model: PreTrainedModel, group: Any) -> Iterator[None]:
         raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
     hooks = []
     for module in model.modules():
-        model_context: ModelContext | None = getattr(module, MODEL_CONTEXT, None)
-        if model_context is None:
+        around = model_context(module)
+        if around is None:
             continue
-        if model_context.token_mixer or "position_ids" not in model_context.arguments:
-            reason = f"has {model_context.token_mixer}" if model_context.token_mixer else "takes no position_ids"
+        if around.token_mixer or "position_ids" not in around.arguments:
+            reason = f"has {around.token_mixer}" if around.token_mixer else "takes no position_ids"
             raise NotImplementedError(f"{type(module).__name__} {reason}: a slice of a sequence cannot be computed.")
         hooks.append(module.register_forward_pre_hook(partial(_check_positions, ranks), with_kwargs=True, prepend=True))
     for context in contexts:
@@ -74,7 +75,8 @@ def context_parallel(model: PreTrainedModel, group: Any) -> Iterator[None]:
 
 def _check_positions(ranks: Ranks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Check the positions of a slice, and leave out the cache unless one is asked for: forward pre-hook."""
-    context: ModelContext = getattr(module, MODEL_CONTEXT)
+    context = model_context(module)
+    assert context is not None
     inputs = {**dict(zip(context.arguments, args, strict=False)), **kwargs}
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None:

@@ -58,7 +58,7 @@ class AttentionLayer:
     @property
     def config(self) -> Any:
         """The config that the module reads its implementation from."""
-        return getattr(self.module if hasattr(self.module, "config") else self.around, "config", None)
+        return config_of(self.module) or config_of(self.around)
 
 
 def find_attention(model: nn.Module) -> list[AttentionLayer]:
@@ -91,9 +91,14 @@ class Direction(NamedTuple):
     allowed: bool
 
 
+def causal_flag(module: nn.Module, default: object) -> Any:
+    """Return the flag `is_causal` of a module; the default where it has none."""
+    return getattr(module, "is_causal", default)
+
+
 def declared_direction(module: nn.Module) -> Direction:
     """Return what a module and its config say of its direction now: the one place that reads them."""
-    flag = getattr(module, "is_causal", ...)
+    flag = causal_flag(module, ...)
     flag = config_value(module, "is_decoder", False) if flag is ... else flag
     return Direction(bool(flag), config_value(module, "is_causal", True) is not False)
 
@@ -140,7 +145,7 @@ def foreign_attention(model: nn.Module, configs: set[int]) -> str:
         makers = [parent for parent in parent_names(name) if source_guards.makes_masks(type(modules[parent]))]
         if not makers or not LAYER_IN_STACK.match(name.removeprefix(makers[0]).removeprefix(".")):
             continue
-        if id(getattr(modules[makers[0]], "config", None)) in configs:
+        if id(config_of(modules[makers[0]])) in configs:
             return f"{name} ({type(module).__name__})"
     return ""
 
@@ -219,9 +224,20 @@ def longest_input(model: PreTrainedModel) -> int | None:
     return _first_size(getattr(config, name, None) for name in names)
 
 
+def config_of(module: Any) -> Any:
+    """Return the config of a module; None where it has none."""
+    return getattr(module, "config", None)
+
+
+def layer_index(module: nn.Module) -> int | None:
+    """Return the index of a module's layer, by which caches and configs know it; None where it has none."""
+    index: Any = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else None
+
+
 def config_value(module: nn.Module, name: str, default: object = None) -> object:
     """Return a field of a module's config: that of its layer where the layers differ."""
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = config_of(module)
     # At every access a config of Transformers looks for other names, and for values of each layer, which takes
     # microseconds. Every layer comes here for every token: where the config has neither, its fields are read directly.
     if config is not None and not torch.compiler.is_compiling():
@@ -231,14 +247,15 @@ def config_value(module: nn.Module, name: str, default: object = None) -> object
                 return fields[name]
             if not hasattr(kind, name) and not hasattr(kind, "__getattr__"):
                 return default
-    if getattr(config, "is_heterogeneous", False) and isinstance(index, int):
-        config = config.per_layer_config[index]  # type: ignore[union-attr]
+    if getattr(config, "is_heterogeneous", False) and (index := layer_index(module)) is not None:
+        config = config.per_layer_config[index]
     return getattr(config, name, default)
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     """Return the first of these attributes that is a size: those of the module before those of its config."""
-    return _first_size(read(module, name, None) for read in (getattr, config_value) for name in names)
+    own = (getattr(module, name, None) for name in names)
+    return _first_size(own) or _first_size(config_value(module, name) for name in names)
 
 
 def _first_size(values: Iterable[object]) -> int | None:
@@ -247,12 +264,12 @@ def _first_size(values: Iterable[object]) -> int | None:
 
 def _span(module: nn.Module, model: nn.Module) -> str:
     """Return "full", or what part of the sequence a module attends to, in the model that makes its masks."""
-    types, index = config_value(module, "layer_types"), getattr(module, "layer_idx", None)
-    if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
+    types, index = config_value(module, "layer_types"), layer_index(module)
+    if isinstance(types, (list, tuple)) and index is not None and index < len(types):
         return "full" if types[index] == "full_attention" else f"layer type {types[index]!r}"
-    window = getattr(module, "sliding_window", None)
+    window: Any = getattr(module, "sliding_window", ...)
     classes: list[Any] = [type(module), type(model)]
-    if not hasattr(module, "sliding_window") and any(source_guards.names_sliding_window(cls) for cls in classes):
+    if window is ... and any(map(source_guards.names_sliding_window, classes)):
         window = config_value(module, "sliding_window")
     if isinstance(window, int) and window > 0 and config_value(module, "use_sliding_window", True):
         return f"sliding window of {window}"

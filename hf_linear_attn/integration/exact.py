@@ -18,7 +18,7 @@ from ..mechanisms.softmax import exact_weights
 from ..ops.terms import Terms, distances
 from .adapters import adapter_of
 from .context import InterfaceCall, attention_modules, in_memory, layer_context
-from .discovery import self_attention
+from .discovery import causal_flag, self_attention
 from .mask import check_length, full_mask_to_bool
 
 
@@ -188,7 +188,7 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
         eager_function(call.module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
     )
     is_causal = call.is_causal
-    if is_causal is None and full is None and causal != getattr(call.module, "is_causal", True):
+    if is_causal is None and full is None and causal != causal_flag(call.module, True):
         is_causal = causal  # The exact function would go by the module's flag.
     if is_causal is not None and implementation != "eager":
         kwargs = {**kwargs, "is_causal": is_causal}

@@ -2,8 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .context import (
     LayerContext,
     attention_modules,
     layer_context,
+    mechanism_of,
 )
 from .discovery import (
     AttentionLayer,
@@ -37,7 +39,7 @@ from .discovery import (
     self_attention,
 )
 from .models import base_class, model_around, parents_of
-from .packing import MODEL_CONTEXT, add_model_hooks, remove_hooks
+from .packing import add_model_hooks, model_context, remove_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -221,23 +223,25 @@ def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: 
         config._attn_implementation_internal = IMPLEMENTATION
     for index, (layer, layer_config) in planned.items():
         layer.module.add_module(SUBMODULE, mechanisms[index])
+        patched = layer_context(layer.module)
+        assert patched is not None
         # With all of its options written out.
         options = {**layer_config.options, **asdict(mechanisms[index].options)}
-        getattr(layer.module, LAYER_CONTEXT).layer_config = replace(layer_config, options=options)
+        patched.layer_config = replace(layer_config, options=options)
 
 
 def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> None:
     """Take out of a model, a part of these roots or one of them, what `install_layers` has put in."""
     for module in list(attention_modules(model)):
         delattr(module, SUBMODULE)
-    patched: list[Any] = [module for root in roots for module in attention_modules(root)]
+    patched: Iterator[Any] = chain.from_iterable(map(attention_modules, roots))
     still_patched = coupled_configs(roots, [module.config for module in patched])
     for root in roots:
         for module in root.modules():
             context = layer_context(module)
             if context is None:
                 continue
-            if not hasattr(module, SUBMODULE):
+            if mechanism_of(module) is None:
                 context.layer_config = None
             # Exact layers stay what they are while others that read the same config are patched.
             if id(module.config) not in still_patched:
@@ -247,11 +251,11 @@ def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> N
                     adapter.remove(module, parents_of(context.name, root))
                 delattr(module, LAYER_CONTEXT)
         for module in root.modules():
-            context = getattr(module, MODEL_CONTEXT, None)
-            if context is not None and not any(map(layer_context, module.modules())):
+            around = model_context(module)
+            if around is not None and not any(map(layer_context, module.modules())):
                 config: Any = module.config
                 if config._attn_implementation == IMPLEMENTATION:
-                    config._attn_implementation_internal = context.exact_implementation
+                    config._attn_implementation_internal = around.exact_implementation
                 remove_hooks(module)
 
 
@@ -266,7 +270,7 @@ def is_untrained(model: PreTrainedModel) -> bool:
     """Return whether the mechanisms of all patched layers have the values that they were built with."""
     layers = self_attention(model)
     for index, config in installed_layers(model).items():
-        mechanism = getattr(layers[index].module, SUBMODULE)
+        mechanism = mechanism_of(layers[index].module)
         built, own = _build(model, layers[index], config, mechanism.shape).state_dict(), mechanism.state_dict()
         names = own.keys() - set(mechanism.tied_parameters)
         if not all(torch.equal(own[name].cpu(), built[name].cpu()) for name in names):

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import CONFIG_NAME
 
-from ..config import LinearAttentionConfig
+from ..config import CONFIG_FIELD, LinearAttentionConfig, saved_settings
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
 from .cache import holds_state, replace_static_layers, self_attention_cache, state_layer
 from .context import (
     CODE_MODULE,
-    CONFIG_FIELD,
     IMPLEMENTATION,
     IMPLEMENTATION_FIELD,
     SUBMODULE,
@@ -40,7 +40,7 @@ from .context import (
     is_patched,
     layer_context,
 )
-from .discovery import longest_input
+from .discovery import layer_index, longest_input
 from .install import build_mechanisms, choose_layers, install_layers, installed_layers, remove_layers
 from .models import (
     ORIGINAL_CLASS,
@@ -106,7 +106,7 @@ class LinearAttentionModelMixin:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         remove_refusals(config)
-        saved = getattr(config, CONFIG_FIELD, None)
+        saved = saved_settings(config)
         if saved is not None and config._attn_implementation == IMPLEMENTATION:
             config = copy.deepcopy(config)  # A patched model may run with it.
             config._attn_implementation = None  # the exact layers' own choice, made by the base class
@@ -241,12 +241,13 @@ class LinearAttentionModelMixin:
             )
         for module in attention_modules(self):  # type: ignore[arg-type]
             context = layer_context(module)
-            if context is None or not context.causal or getattr(module, "layer_idx", None) is None:
+            index = layer_index(module)
+            if context is None or not context.causal or index is None:
                 continue
             if context.runs_exactly:  # It needs keys and values, and masks of no more tokens than there are.
                 replace_static_layers(cache, self.config)
             else:
-                state_layer(cache, int(module.layer_idx))  # type: ignore[arg-type]
+                state_layer(cache, index)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         return prepared
@@ -308,9 +309,9 @@ def _empty_instance(base: type) -> Any:
 @functools.cache
 def linear_attention_class(cls: type) -> type:
     """Return the patched counterpart of a model class; a class that is patched already is returned as it is."""
-    if hasattr(cls, ORIGINAL_CLASS):
+    if issubclass(cls, LinearAttentionModelMixin):
         return cls
-    attributes = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     bases: tuple[type, ...] = (LinearAttentionModelMixin, cls)
     if hasattr(cls, "_extract_token_timestamps"):
         bases = (LinearAttentionModelMixin, WhisperMixin, cls)
@@ -367,7 +368,7 @@ def update_classes(root: PreTrainedModel) -> None:
         if is_patched(model):
             become_patched(model)
             vars(model.config).update(config_fields(model))
-        elif hasattr(type(model), ORIGINAL_CLASS):
+        elif isinstance(model, LinearAttentionModelMixin):
             become_exact(model)
 
 
@@ -380,8 +381,8 @@ def become_patched(model: PreTrainedModel) -> None:
 def name_patched(root: nn.Module) -> None:
     """Let no patched model inside of a module have the name of the exact checkpoint that it was made from."""
     for model in root.modules():
-        if hasattr(type(model), ORIGINAL_CLASS):
-            model.name_or_path = model.name_or_path + PATCHED_NAME  # type: ignore[operator]
+        if isinstance(model, LinearAttentionModelMixin):
+            model.name_or_path = model.name_or_path + PATCHED_NAME
 
 
 @functools.cache
@@ -392,12 +393,12 @@ def follow_parts() -> None:
 
 def _part_added(parent: nn.Module, name: str, part: Any) -> None:
     # Some models slice their list of layers in every forward pass, which registers layers: those cost nothing here.
-    layer = isinstance(parent, nn.ModuleList) and not hasattr(type(part), ORIGINAL_CLASS)
+    layer = isinstance(parent, nn.ModuleList) and not isinstance(part, LinearAttentionModelMixin)
     if layer or torch.compiler.is_compiling() or not isinstance(part, nn.Module):
         return
-    if any(hasattr(type(module), ORIGINAL_CLASS) for module in part.modules()):
+    if any(isinstance(module, LinearAttentionModelMixin) for module in part.modules()):
         for model in models_around(parent):
-            if not hasattr(type(model), ORIGINAL_CLASS):
+            if not isinstance(model, LinearAttentionModelMixin):
                 become_patched(model)
                 name_patched(model)
 
@@ -407,7 +408,7 @@ def become_exact(model: PreTrainedModel) -> None:
     model.all_tied_weights_keys = {
         name: source for name, source in model.all_tied_weights_keys.items() if not is_learned(name)
     }
-    if plan := getattr(model, "_tp_plan", None):
+    if plan := model._tp_plan:
         model._tp_plan = {name: style for name, style in plan.items() if not name.endswith(f".{SUBMODULE}")}
     if CODE_MODULE in str(getattr(model.config, "auto_map", None)):
         del model.config.auto_map
@@ -456,17 +457,22 @@ def _is_refusal(text: Any) -> bool:
     return isinstance(text, str) and text.startswith(REFUSAL.partition(".")[0])
 
 
+def auto_mapping(cls: Any) -> Any:
+    """Return the mapping of an `AutoModel…` class from types of configs to model classes; None of anything else."""
+    is_auto_class = isinstance(cls, type) and issubclass(cls, _BaseAutoModelClass)
+    return cls._model_mapping if is_auto_class else None
+
+
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
     """Return `AutoModel…` -> class in the code file, for every auto class that knows this model type."""
-    model_type = model.config.model_type
+    class_name = base_class(type(model)).__name__
     classes = {}
-    for name in dir(modeling_auto):
-        mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
+    for name, value in sorted(vars(modeling_auto).items()):
+        mapping = auto_mapping(value)
         if not name.startswith("AutoModel") or mapping is None:
             continue
-        value = mapping._model_mapping.get(model_type)
+        value = mapping._model_mapping.get(model.config.model_type)
         names = (value,) if isinstance(value, str) else tuple(value or ())
-        class_name = base_class(type(model)).__name__
         if names:
             classes[name] = f"{CODE_MODULE}.{class_name if class_name in names else names[0]}"
     return classes

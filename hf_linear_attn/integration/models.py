@@ -93,14 +93,19 @@ def models_around(module: nn.Module) -> list[PreTrainedModel]:
 def outermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:
     """Return the models that a model is a part of and that are no parts themselves; itself where it stands alone."""
     around = models_around(model)
-    inner = {id(part) for other in around for part in other.modules() if part is not other}
+    inner: set[int] = set()
+    for other in around:
+        inner |= {id(part) for part in other.modules()} - {id(other)}
     return [other for other in around if id(other) not in inner]
 
 
 def unshare_configs(*models: nn.Module) -> None:
     """Give models copies of their configs, shared among them as before, because yet another model may share them."""
     memo: dict[int, Any] = {}
-    for module in {id(module): module for model in models for module in model.modules()}.values():
+    modules: dict[int, nn.Module] = {}
+    for model in models:
+        modules |= {id(module): module for module in model.modules()}
+    for module in modules.values():
         for name, value in list(vars(module).items()):
             if isinstance(value, PretrainedConfig):
                 setattr(module, name, copy.deepcopy(value, memo))
@@ -108,14 +113,16 @@ def unshare_configs(*models: nn.Module) -> None:
 
 def all_configs(model: nn.Module) -> Iterator[PretrainedConfig]:
     """Iterate over every config that is an attribute of one of the model's modules, or of such a config, once each."""
-    queue = [value for part in model.modules() for value in vars(part).values() if isinstance(value, PretrainedConfig)]
     seen = set()
+    queue: list[Any] = list(model.modules())
     while queue:
-        config = queue.pop()
-        if id(config) not in seen:
-            seen.add(id(config))
-            queue += [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-            yield config
+        holder = queue.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        queue += [value for value in vars(holder).values() if isinstance(value, PretrainedConfig)]
+        if isinstance(holder, PretrainedConfig):
+            yield holder
 
 
 @contextmanager

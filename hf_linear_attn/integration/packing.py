@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from . import source_guards
 from .cache import FILLED_CACHE, replace_static_layers, self_attention_cache
 from .context import InterfaceCall, ModelRun, forward_context, is_patched, layer_context
-from .discovery import AttentionLayer
+from .discovery import AttentionLayer, config_value
 from .models import checkpoints_gradients, model_around, parent_names
 from .positions import check_positions, find_tables
 
@@ -99,6 +99,11 @@ class ModelContext:
     attention: tuple[str, ...]
 
 
+def model_context(module: nn.Module) -> ModelContext | None:
+    """Return the context of a model around patched layers; None for any other module."""
+    return getattr(module, MODEL_CONTEXT, None)
+
+
 def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
     """Return name and class of a part of a model that mixes tokens without regard to boundaries of documents; or "".
 
@@ -144,7 +149,7 @@ def check_exact_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
     if not packed and isinstance(positions, Tensor) and positions.dim() == 2 and mask is None:
         packed = find_documents(positions) is not None
     makes_masks = mask is None and any(source_guards.makes_masks_by_positions(type(part)) for part in model.modules())
-    implementation = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    implementation = str(config_value(model, "_attn_implementation"))
     if packed and not makes_masks and "flash" not in implementation and not is_patched(model):
         raise NotImplementedError(
             f"{type(model).__name__} is exact and would run packed documents (position_ids that begin again, or "
@@ -165,7 +170,7 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[
     for layer in layers:
         name = model_around(layer.name, modules)
         parent = modules[name]
-        if hasattr(parent, MODEL_CONTEXT):
+        if model_context(parent) is not None:
             continue
         prefix = f"{name}." if name else ""
         inside = [other.name.removeprefix(prefix) for other in layers if other.name.startswith(prefix)]
@@ -208,7 +213,8 @@ def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     compiling = torch.compiler.is_compiling()
     if not compiling:
         forward_context.runs.append(ModelRun(module))
-    context: ModelContext = getattr(module, MODEL_CONTEXT)
+    context = model_context(module)
+    assert context is not None
     positional = dict(zip(context.arguments, args, strict=False))
     inputs = {**positional, **kwargs}
     tokens = _tokens(inputs)
@@ -316,7 +322,7 @@ def _boundaries_from_positions(module: nn.Module, context: ModelContext, inputs:
         return None
     use_cache = inputs.get("use_cache")
     if use_cache is None:
-        use_cache = getattr(getattr(module, "config", None), "use_cache", False)
+        use_cache = config_value(module, "use_cache", False)
     cache = self_attention_cache(inputs.values())
     if context.causal and torch.compiler.is_compiling() and (cache is not None or not use_cache):
         # Without a cache Transformers makes a full mask of these positions, which stays in the graph; generate(), which

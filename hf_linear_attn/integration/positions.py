@@ -11,16 +11,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..utils.formatting import near_matches
-from .context import SUBMODULE, attention_modules
-from .discovery import longest_input
+from .context import attention_modules, mechanism_of
+from .discovery import config_value, longest_input
 from .models import all_configs, base_class, check_model, model_around, outermost_models, unshare_configs
 
 #: Field of a config whose positions `patch_model` has extended: the limit that `unpatch_model` restores.
@@ -74,7 +75,7 @@ def extend_positions(
             remedy), or something else in the model depends on their number. Nothing is changed then.
     """
     check_model(model)
-    if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         raise TypeError(f"tokenizer must be a tokenizer of Transformers, got {type(tokenizer).__name__}.")
     change = plan_extension(model, max_length, how)
     unshare_configs(*outermost_models(model))
@@ -122,8 +123,8 @@ class PositionChange:
         owner_configs = {id(table.owner.config) for table in find_tables(model)}
         other_configs = [config for config in all_configs(model) if id(config) not in owner_configs]
         for module, name, tensor in self.tensors:
-            old = getattr(module, name)
-            if isinstance(old, nn.Parameter):
+            old = module._parameters.get(name)
+            if old is not None:
                 module.register_parameter(name, nn.Parameter(tensor, requires_grad=old.requires_grad))
                 setattr(module, "num_embeddings", tensor.shape[0])  # noqa: B010  (of an nn.Embedding)
             else:
@@ -156,7 +157,7 @@ def find_tables(model: PreTrainedModel) -> list[PositionTable]:
             continue
         owner = modules[model_around(name, modules)]
         size = module.num_embeddings - _offset(module)
-        stated = [limit for limit in LIMITS if getattr(owner.config, limit, None) == size]
+        stated = [limit for limit in LIMITS if config_value(owner, limit) == size]
         if stated:
             tables.append(PositionTable(name, module, owner, stated[0]))
     return tables
@@ -174,16 +175,20 @@ def first_position(model: PreTrainedModel) -> int:
 
 def length_limit(model: PreTrainedModel) -> int | None:
     """Return the longest input in tokens that both the positions of a model and its mechanisms allow; None: any."""
-    options = [module.get_submodule(SUBMODULE).options for module in attention_modules(model)]
-    limits = [position_limit(model) or longest_input(model), *(getattr(one, "max_length", None) for one in options)]
+    options = [vars(mechanism_of(module).options) for module in attention_modules(model)]
+    limits = [position_limit(model) or longest_input(model), *(values.get("max_length") for values in options)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def has_position_table(model: PreTrainedModel) -> bool:
     """Return whether positions are looked up in a table of limited size. Rotary positions are computed instead."""
     config = model.config.get_text_config(decoder=False)
-    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    return not rotary and longest_input(model) is not None
+    return not rotary_scaling(config) and longest_input(model) is not None
+
+
+def rotary_scaling(config: Any) -> dict[str, Any] | None:
+    """Return the parameters of rotary positions in the config of a text model; None where it has none."""
+    return getattr(config, "rope_parameters", None)
 
 
 def check_positions(model: nn.Module, tables: Sequence[str], inputs: Mapping[str, Any], total: int) -> None:
@@ -266,7 +271,7 @@ def _check_part(model: PreTrainedModel, extended: Iterable[PositionTable]) -> No
 
 def plan_restoration(model: PreTrainedModel) -> PositionChange:
     """Compute what removes the positions that `patch_model` has added; the others stay as they are by now."""
-    limits = {table: getattr(table.owner.config, EXTENDED_FROM, None) for table in find_tables(model)}
+    limits = {table: vars(table.owner.config).get(EXTENDED_FROM) for table in find_tables(model)}
     return _resize({table: limit for table, limit in limits.items() if limit is not None}, _tile)
 
 
@@ -298,7 +303,8 @@ def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int]
         owner, name = table.owner, table.field
         if any(one is owner and known == name for one, known, *_ in change.limits):
             continue  # All that depends on the field was resized with its first table.
-        present, added = getattr(owner.config, name), length - table.limit
+        present: Any = config_value(owner, name)
+        added = length - table.limit
         change.limits.append((owner, name, present, present + added, table.limit))
         before, after = _twin_tensors(owner, name, present), _twin_tensors(owner, name, present + added)
         for path, twin in after.items():
@@ -342,7 +348,8 @@ def _reserved(module: nn.Embedding) -> int:
 
 
 def _has_table(tensors: Iterable[tuple[str, Tensor]]) -> bool:
-    return any(TABLE.fullmatch(part) for name, _ in tensors for part in name.split(".")[-2:])
+    names = (name.split(".")[-2:] for name, _ in tensors)
+    return any(map(TABLE.fullmatch, chain.from_iterable(names)))
 
 
 # --------------------------------------------------------------------------------------------------- Rotary positions

@@ -4,6 +4,7 @@ import gc
 import logging
 import re
 import sys
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -84,8 +85,9 @@ def _other_code(encoder: nn.Module) -> str:
 
     A tokenizer or processor keeps and saves such a name, also where it was loaded without trust.
     """
-    objects = [value for part in encoder.modules() for value in vars(part).values()]
-    objects += [part for value in objects if isinstance(value, ProcessorMixin) for part in vars(value).values()]
+    objects = list(chain.from_iterable(vars(part).values() for part in encoder.modules()))
+    processors = [value for value in objects if isinstance(value, ProcessorMixin)]
+    objects += chain.from_iterable(vars(processor).values() for processor in processors)
     for value in objects:
         classes = getattr(value, "auto_map", None) or getattr(value, "init_kwargs", {}).get("auto_map")
         for name in (classes or {}).values():

@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..config import CONFIG_FIELD
 from ..utils.files import atomic_write
-from .cache import LinearStateLayer, state_layer
-from .context import CONFIG_FIELD, SUBMODULE, attention_modules
+from .cache import LinearStateLayer, cache_layers, state_layer
+from .context import SUBMODULE, attention_modules, mechanism_of
 from .model_class import config_fields
 from .models import adapter_parts, base_class, check_patched
+from .positions import rotary_scaling
 
 FORMAT = "hf_linear_attn state 1"
 
@@ -46,7 +48,7 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
     linear = _linear_layers(model)
     tensors: dict[str, Tensor] = {}
     tokens = {}
-    for index, layer in enumerate(getattr(cache, "layers", [cache])):
+    for index, layer in enumerate(cache_layers(cache)):
         if type(layer) not in (LinearStateLayer, DynamicLayer, DynamicSlidingWindowLayer):
             raise NotImplementedError(
                 f"save_state: a cache with a {type(layer).__name__} cannot be saved. Use the default (dynamic) cache "
@@ -54,18 +56,19 @@ def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
             )
         if not layer.is_initialized or not layer.get_seq_length():
             continue
-        state = getattr(layer, "state", {})
-        if isinstance(layer, LinearStateLayer) != (index in linear) or state is None:
+        is_linear = isinstance(layer, LinearStateLayer)
+        if is_linear != (index in linear) or (is_linear and layer.state is None):
             raise ValueError(f"save_state: layer {index} of the cache was not filled by this {type(model).__name__}.")
         tokens[index] = int(layer.get_seq_length())
-        if isinstance(layer, LinearStateLayer):
-            keys = values = torch.empty(0, dtype=layer.dtype)
+        if is_linear:
+            nothing = torch.empty(0, dtype=layer.dtype)
+            entries = {"keys": nothing, "values": nothing, **layer.state}
+            if (mask := layer.seen[1]) is not None:  # that of all layers
+                tensors["mask"] = mask.detach().bool().contiguous()
         else:
-            keys, values = layer.keys, layer.values
-        for name, tensor in {"keys": keys, "values": values, **state}.items():
+            entries = {"keys": layer.keys, "values": layer.values}
+        for name, tensor in entries.items():
             tensors[f"{index}.{name}"] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if isinstance(layer, LinearStateLayer) and (mask := layer.seen[1]) is not None:  # that of all layers
-            tensors["mask"] = mask.detach().bool().contiguous()
     if not tokens:
         raise ValueError("save_state: the cache has no tokens. Pass the cache of a forward pass.")
     metadata = {"format": FORMAT, "model": json.dumps(description), "tokens": json.dumps(tokens)}
@@ -139,7 +142,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 def _linear_layers(model: PreTrainedModel) -> set[int]:
     modules: Any = attention_modules(model)
-    return {int(module.layer_idx) for module in modules if getattr(module, SUBMODULE).shape.causal}
+    return {int(module.layer_idx) for module in modules if mechanism_of(module).shape.causal}
 
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
     return {
         "class": base_class(type(model)).__name__,
         "linear attention": config_fields(model)[CONFIG_FIELD],
-        "rotary scaling": getattr(model.config.get_text_config(decoder=True), "rope_parameters", None),
+        "rotary scaling": rotary_scaling(model.config.get_text_config(decoder=True)),
         "adapters": [
             [name, list(part.active_adapters), bool(part.disable_adapters), list(part.merged_adapters)]
             for name, part in adapter_parts(model)

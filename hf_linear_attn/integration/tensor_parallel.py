@@ -10,6 +10,7 @@ from typing import Any
 from torch import distributed, nn
 from transformers import PreTrainedModel
 
+from ..feature_maps.base import FeatureMap
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture
 from .context import SHARDED_HEADS, SUBMODULE
@@ -53,8 +54,8 @@ def shard_heads(mechanism: LinearAttention, mesh: Any) -> None:
             if value is not None:
                 shard = distribute_tensor(value.detach(), mesh, [Shard(0)], src_data_rank=None)
                 module._parameters[name] = nn.Parameter(shard, value.requires_grad)
-        if hasattr(module, "shape"):
-            setattr(module, "shape", local_shape)  # noqa: B010
+        if isinstance(module, LinearAttention | FeatureMap):
+            module.shape = local_shape
     setattr(mechanism, SHARDED_HEADS, True)
 
 
@@ -66,7 +67,7 @@ def tensor_parallel_plan(
     A layer is entered if its projections are split by columns, so that its attention sees some of the heads. None where
     there is no plan, or a single process.
     """
-    plan: dict[str, str] | None = getattr(model, "_tp_plan", None)
+    plan = model._tp_plan
     if not plan or not distributed.is_available() or not distributed.is_initialized():
         return None
     from transformers.distributed.tensor_parallel import (

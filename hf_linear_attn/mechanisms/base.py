@@ -1,7 +1,7 @@
 """The base class of attention mechanisms: modules from q, k, v and a mask to outputs, with or without a state."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,8 @@ class LinearAttention(nn.Module):
     transfer_loss = "weights"
     #: Learning rate that suits the learned parts in attention transfer.
     transfer_lr = 1e-2
+    #: Parameters that are another layer's, by name, as Transformers reads them.
+    _tied_weights_keys: Mapping[str, str] = {}
 
     def __init__(self, shape: AttentionShape, options: Any) -> None:
         super().__init__()
@@ -137,8 +139,8 @@ class LinearAttention(nn.Module):
 
     @property
     def tied_parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that are another layer's: Transformers saves `_tied_weights_keys` once."""
-        return tuple(getattr(self, "_tied_weights_keys", ()))
+        """The names of the parameters that are another layer's, which are saved once."""
+        return tuple(self._tied_weights_keys)
 
     def learned_parameters(self) -> int:
         """Return the number of parameters that the mechanism adds; those that are another layer's count there."""

@@ -73,16 +73,12 @@ class HeadMixture(LinearAttention):
         self.mechanism = mechanism
         self.exact_heads = tuple(sorted(chosen))
         self.cache_dtype = cache_dtype
-        names = (
-            "dense_masks",
-            "distribution",
-            "separable_queries",
-            "sampled_outputs",
-            "transfer_loss",
-            "transfer_lr",
-        )
-        for name in names:
-            setattr(self, name, getattr(mechanism, name))
+        self.dense_masks = mechanism.dense_masks
+        self.distribution = mechanism.distribution
+        self.separable_queries = mechanism.separable_queries
+        self.sampled_outputs = mechanism.sampled_outputs
+        self.transfer_loss = mechanism.transfer_loss
+        self.transfer_lr = mechanism.transfer_lr
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         if (step := run_prepared(self, inputs)) is not None:

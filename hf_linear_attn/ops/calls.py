@@ -69,8 +69,13 @@ class AttentionInputs:
     @property
     def settings(self) -> dict[str, Any]:
         """What a `BackendCall` takes over, beside the tensors."""
-        names = ("causal", "mask", "state", "return_state", "terms")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "causal": self.causal,
+            "mask": self.mask,
+            "state": self.state,
+            "return_state": self.return_state,
+            "terms": self.terms,
+        }
 
     @property
     def padding(self) -> Tensor | None:

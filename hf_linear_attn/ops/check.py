@@ -158,13 +158,14 @@ def _torch(call: CheckedCall) -> tuple[Tensor, State | None]:
 
 def _random_map(fused: FusedMap, draw: Callable[..., Tensor], heads: int, double: bool) -> FusedMap:
     """Return the same map with random weights."""
-    tensors: dict[str, Any] = {}
-    for name in ("weight", "bias"):
-        tensor = getattr(fused, name)
-        if tensor is not None:
-            tensors[name] = (0.3 * draw(min(heads, tensor.shape[0]), *tensor.shape[1:])).to(tensor.dtype)
-            tensors[name] = tensors[name].double() if double else tensors[name]
-    return fused._replace(**tensors)
+
+    def random(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        drawn = (0.3 * draw(min(heads, tensor.shape[0]), *tensor.shape[1:])).to(tensor.dtype)
+        return drawn.double() if double else drawn
+
+    return fused._replace(weight=random(fused.weight), bias=random(fused.bias))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

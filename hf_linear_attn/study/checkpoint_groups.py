@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from ..config import saved_settings
 from ..measure.speed import timing_options
 from ..mechanisms.softmax import EXACT
-from ..patching import CONFIG_FIELD
 from ..registry import ATTENTIONS
 from ..utils.sources import loading_errors
 
@@ -66,7 +66,7 @@ def find_checkpoints(converted: Sequence[str], baseline: Sequence[str], exact_co
     for folder in (*baseline, *converted):
         with loading_errors(f"The checkpoint {folder!r}"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        saved = getattr(config, CONFIG_FIELD, None)
+        saved = saved_settings(config)
         if folder in baseline and saved is not None:
             raise ValueError(f"{folder!r} is patched; a baseline has exact attention. Give it with --converted.")
         if folder in converted and saved is None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -21,7 +22,7 @@ from ..integration.models import check_patched
 from ..integration.positions import check_max_length, rotary_buffers, rotary_frequencies
 from ..mechanisms.base import AttentionInputs
 from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
-from ..mechanisms.window import WindowAttention, is_closed
+from ..mechanisms.window import HybridAttention, WindowAttention, is_closed
 from ..ops.terms import distances
 from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
 from .losses import query_block, query_ranges
@@ -147,15 +148,16 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
 
 
 @torch.no_grad()
-def calibrate_rows(model: PreTrainedModel, rows: list[Batch], max_length: int | None = None) -> Calibration:
+def calibrate_rows(model: PreTrainedModel, rows: list[Batch]) -> Calibration:
     """Fit the start of each patched layer as `calibrate` does; rows that are too short for that change nothing."""
-    return _fit(model, rows, max_length)[0]
+    return _fit(model, rows, None)[0]
 
 
 def _fit(model: PreTrainedModel, rows: list[Batch], max_length: int | None) -> tuple[Calibration, bool]:
     """Return what `calibrate` does, and whether any layer has a part that longer rows could have been fitted to."""
     layers = {id(one): _Layer(index, one.linear_attention) for index, one in patched_modules(model).items()}
-    fitted, mixed = ({key: x for key, x in layers.items() if getattr(x, name)} for name in ("fits_keys", "has_mix"))
+    fitted = {key: layer for key, layer in layers.items() if layer.fits_keys}
+    mixed = {key: layer for key, layer in layers.items() if layer.has_mix}
     needs_head = model.config.is_encoder_decoder or is_sharded(model)
     backbone = model if needs_head else model.base_model  # the head and its logits are of no use here
     moved = rows
@@ -168,7 +170,7 @@ def _fit(model: PreTrainedModel, rows: list[Batch], max_length: int | None) -> t
     _observe(backbone, moved, fitted, _Layer.collect_keys, _Layer.fit_keys)
     _observe(backbone, moved, fitted, _Layer.count_codes, _Layer.weigh_codes)
     _observe(backbone, rows, mixed, _Layer.count_outside, _Layer.mix)
-    table = [row for layer in layers.values() for row in layer.rows()]
+    table = list(chain.from_iterable(layer.rows() for layer in layers.values()))
     if torch.distributed.is_initialized():
         for layer in layers.values():
             for parameter in layer.linear.parameters():
@@ -264,10 +266,11 @@ class _Layer:
     def __init__(self, index: int, mechanism: Any) -> None:
         self.index, self.mechanism = index, mechanism
         self.linear: Any = linear_mechanism(mechanism)
-        self.map: Any = getattr(self.linear, "feature_map", None)
+        self.map: Any = self.linear.feature_map
         self.fits_keys = self.map is not None and self.map.fits_keys
-        window = isinstance(self.linear, WindowAttention)
-        self.has_mix = window and not self.fits_keys and not self.linear.shape.causal
+        self.window_size = self.linear.options.window_size if isinstance(self.linear, HybridAttention) else 1
+        mixes = isinstance(self.linear, WindowAttention)
+        self.has_mix = mixes and not self.fits_keys and not self.linear.shape.causal
         self.rotated: list[Tensor] = []  # keys of the same tokens at two positions, `[G, n, d]`
         self.damping: Tensor | None = None  # `[d]`
         self.keys: list[Tensor] = []  # `[G, n, d]`
@@ -296,8 +299,10 @@ class _Layer:
         return self._heads(allowed & call.real_queries().unsqueeze(-1))
 
     def _blocks(self, call: AttentionCall, row: int) -> Iterator[AttentionCall]:
-        ranges = sorted({drawn[:2] for seed in range(DRAWS) for drawn in query_ranges(call, seed)})
-        for start, stop in ranges:
+        ranges = set[tuple[int, int]]()
+        for seed in range(DRAWS):
+            ranges.update((start, stop) for start, stop, _ in query_ranges(call, seed))
+        for start, stop in sorted(ranges):
             yield query_block(call, slice(row, row + 1), start, stop)
 
     def collect_rotated(self, call: AttentionCall) -> None:
@@ -310,8 +315,7 @@ class _Layer:
         before, later = self.rotated
         self.rotated = []
         if (frequencies := rotary_frequencies(model, before, later, ROTATED_BY)) is not None:
-            nearest = self.linear.options.window_size if isinstance(self.linear, WindowAttention) else 1
-            ends = math.log(nearest), math.log(max(max_length, nearest))
+            ends = math.log(self.window_size), math.log(max(max_length, self.window_size))
             angles = torch.linspace(*ends, DISTANCES, device="cpu").exp().outer(frequencies.cpu())
             self.damping = torch.polar(torch.ones_like(angles), angles).mean(dim=0).abs()
 
@@ -365,9 +369,9 @@ class _Layer:
             sink = torch.full_like(logits[..., :1], float("-inf"))
             if (terms := self._inputs(block).terms) is not None:
                 distance = distances(block.query.shape[2], keys, block.start, key.device)[counted]
-                scaled, window = query * block.scaling, getattr(self.linear.options, "window_size", 1)
+                scaled = query * block.scaling
                 logits = terms.applied(logits, distance) + terms.of_pairs(scaled, key, distance)
-                factors = outside * terms.far_factors(scaled, key, distance, window)
+                factors = outside * terms.far_factors(scaled, key, distance, self.window_size)
                 sink = sink if terms.sink is None else terms.sink.float()[:, None, None].expand_as(sink)
             logits = logits.masked_fill(~allowed, float("-inf"))
             normaliser = torch.cat([logits, sink], dim=-1).logsumexp(dim=-1, keepdim=True)
@@ -413,7 +417,7 @@ class _Layer:
 
     def count_outside(self, call: AttentionCall) -> None:
         """Keep the shares of attention outside of the exact part, of drawn queries."""
-        for block in (block for row in range(call.query.shape[0]) for block in self._blocks(call, row)):
+        for block in chain.from_iterable(self._blocks(call, row) for row in range(call.query.shape[0])):
             outside = self._outside(block)
             counted = outside.any(dim=-1)[0, 0]
             exact, implied = (

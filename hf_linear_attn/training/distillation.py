@@ -158,7 +158,7 @@ class FinetuningTrainer(ResumableTrainer):
         self._loss_shifts_labels = not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         if not names.isdisjoint(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):  # XLM's class is of both kinds
             self._loss_shifts_labels = self._loss_shifts_labels and bool(getattr(base.config, "causal", False))
-        problem, count = getattr(base.config, "problem_type", None), base.config.num_labels
+        problem, count = base.config.problem_type, base.config.num_labels
         if problem == "regression" and count > 1:
             raise ValueError(
                 f"problem_type='regression' with {count} labels: {type(self).__name__} fits one number a row. Set "
@@ -194,8 +194,8 @@ class FinetuningTrainer(ResumableTrainer):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             parts, weights, outputs = self.loss_terms(model, inputs, labels)
         targets = losses.count_targets(labels, self._loss_shifts_labels).sum()
-        if training and getattr(outputs, "aux_loss", None) is not None:
-            parts["router"] = outputs.aux_loss * targets
+        if training and (router_loss := outputs.get("aux_loss")) is not None:
+            parts["router"] = router_loss * targets
             config: Any = self.model.config
             weights["router"] = getattr(config.get_text_config(), "router_aux_loss_coef", 0.0)
         if not training:
@@ -234,7 +234,8 @@ class FinetuningTrainer(ResumableTrainer):
 
     def _forward_arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the batch without labels, unless the model makes its decoder's inputs of them."""
-        if getattr(self.model.config, "is_encoder_decoder", False):
+        config: Any = self.model.config
+        if config.is_encoder_decoder:
             return inputs
         return {name: value for name, value in inputs.items() if name != "labels"}
 
@@ -406,7 +407,7 @@ class DistillationTrainer(FinetuningTrainer):
             several = labels.is_floating_point() and rows.shape[-1] > 1
             parts["logits"] = losses.logits_loss(rows, target_rows, config.temperature, several_labels=several)
         if with_hidden:
-            if any(getattr(one, "hidden_states", None) is None for one in (outputs, target)):
+            if outputs.get("hidden_states") is None or target.get("hidden_states") is None:
                 raise NotImplementedError(f"{type(self.model).__name__} has no hidden_states. Set hidden_weight=0.")
             states, mask = [state[:, carried:] for state in target.hidden_states], inputs.get("attention_mask")
             errors = losses.hidden_loss(outputs.hidden_states, states, None if mask is None else mask[:, carried:])
@@ -419,7 +420,8 @@ class DistillationTrainer(FinetuningTrainer):
     def _carried_state(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """Read the first `carried_length` tokens; return the inputs of the others, with the state after them."""
         length, shape = self.args.carried_length, inputs["input_ids"].shape
-        by_token = {name: value for name, value in inputs.items() if getattr(value, "shape", ())[:2] == shape}
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        by_token = {name: tensor for name, tensor in tensors.items() if tensor.shape[:2] == shape}
         first = {name: value[:, :length] for name, value in by_token.items()}
         cache = output_cache(model(**inputs | first, use_cache=True))
         if cache is None or not cache.get_seq_length():  # From Transformers 5.24 on it is there, and stays empty.

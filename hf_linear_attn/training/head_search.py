@@ -252,7 +252,7 @@ def find_exact_heads(
 
 def _gains(heads: GatedHeads, batches: Iterable[Batch]) -> dict[int, Tensor]:
     """Return the gains `[G]` of the heads of each layer (see `find_exact_heads`): one backward pass for each batch."""
-    model, kind = heads.model, getattr(heads.model.config, "problem_type", None)
+    model, kind = heads.model, heads.model.config.problem_type
     gains, measured = dict[int, Tensor](), 0
     with frozen(model):
         for batch in batches:
@@ -341,7 +341,9 @@ def _check(model: PreTrainedModel, share: float) -> None:
 
 def heads_table(values: Mapping[int, Tensor], column: str) -> pd.DataFrame:
     """Return a row for each head from the values `[G]` of each layer."""
-    rows = [(layer, head, value) for layer, row in values.items() for head, value in enumerate(row.tolist())]
+    rows = []
+    for layer, row in values.items():
+        rows += [(layer, head, value) for head, value in enumerate(row.tolist())]
     return pd.DataFrame(rows, columns=["layer", "head", column])
 
 

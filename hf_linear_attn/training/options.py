@@ -175,7 +175,7 @@ class TrainingRunConfig:
             raise OptionError("options", "is for a mechanism: give attention, too.")
         kinds = {"mlm_probability": "masked-lm", "metrics": "classification", "label_column": "classification"}
         for name, kind in kinds.items():
-            if getattr(self.data, name) != default_of(DataConfig, name) and self.resolved_task_type != kind:
+            if vars(self.data)[name] != default_of(DataConfig, name) and self.resolved_task_type != kind:
                 raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.resolved_task_type}.")
 
     @property
@@ -286,7 +286,7 @@ class ConvertConfig(TrainingRunConfig):
     def _check_budget(self) -> None:
         chosen = {"attention": DEFAULT_ATTENTION, "exact_share": 0.0, "plan": None}
         for name, value in chosen.items():
-            if getattr(self, name) != value:
+            if vars(self)[name] != value:
                 raise OptionError(name, "is chosen by the budget: leave it out.")
         if "window_size" in self.options:
             raise OptionError("options.window_size", "is chosen by the budget: leave it out.")

@@ -23,7 +23,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ..integration.context import is_learned
@@ -32,6 +32,9 @@ from .sharding import check_sharding, fill_copy, is_sharded, meta_copy, name_lay
 
 #: In a checkpoint: learned parts of mechanisms that neither PEFT's adapter file nor a frozen base holds.
 LEARNED_FILE = "linear_attention.safetensors"
+
+#: Types of arrays and of their numbers, which JSON does not know.
+ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 
 
 class InterruptedRunError(RuntimeError):
@@ -210,7 +213,7 @@ class SeededCollator:
 
     def __call__(self, rows: list[Any]) -> Any:
         # (JSON is the same for equal rows in every process; lists stand for tensors.)
-        content = json.dumps(rows, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
+        content = json.dumps(rows, default=lambda value: value.tolist() if isinstance(value, ARRAYS) else repr(value))
         with local_seed(mixed_seed(self.seed, int(self._epoch), zlib.crc32(content.encode()))):
             return self.collator(rows)
 
@@ -361,7 +364,8 @@ class ResumableTrainer(Trainer):
             return sampler
         rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(self.args.world_size, 1)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self._sampler = EpochSampler(len(sampler), seed, getattr(sampler, "lengths", None), rows)
+        lengths = sampler.lengths if isinstance(sampler, LengthGroupedSampler) else None
+        self._sampler = EpochSampler(len(sampler), seed, lengths, rows)
         return self._sampler
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:

@@ -86,7 +86,7 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
     }
     if not weights:
         return LinearParts(pd.DataFrame(columns=COLUMNS), {})
-    kind = getattr(model.config, "problem_type", None)
+    kind = model.config.problem_type
     with evaluation_mode(model):
         exact = [exact_outputs(model, batch) for batch in inputs]
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ..integration.context import SUBMODULE, attention_modules
+from ..integration.context import SUBMODULE, attention_modules, mechanism_of
 
 #: What wrappers put into the names of parameters.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -129,7 +131,7 @@ def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
         name_layers(accelerator, model)
         with _without_mechanisms(model):
             fsdp2_prepare_model(accelerator, model)
-    elif not hasattr(model, ENGINE):
+    elif ENGINE not in vars(model):
         import deepspeed
 
         config = _without_auto(plugin.deepspeed_config)
@@ -140,7 +142,7 @@ def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
             engine, *_ = deepspeed.initialize(model=model, config=config)
         object.__setattr__(model, ENGINE, engine)
     for module in attention_modules(model):
-        getattr(module, SUBMODULE).to(accelerator.device)
+        mechanism_of(module).to(accelerator.device)
     return model
 
 
@@ -154,8 +156,8 @@ def _without_auto(config: Any) -> Any:
 def reshard(model: nn.Module) -> None:
     """Free the parameters that FSDP2 has gathered for a forward pass and not yet freed: those of the last modules."""
     for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()  # type: ignore[operator]
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def release(model: Any) -> None:
@@ -203,8 +205,8 @@ def fill_copy(skeleton: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _gathered(parameter: Any) -> Tensor:
-    if not hasattr(parameter, "ds_id"):
-        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    if not _is_zero_shard(parameter):
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         return full.detach().to("cpu", copy=True)
     import deepspeed
 
@@ -214,7 +216,12 @@ def _gathered(parameter: Any) -> Tensor:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether the parameters of a model are shards."""
-    return any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return any(isinstance(parameter, DTensor) or _is_zero_shard(parameter) for parameter in model.parameters())
+
+
+def _is_zero_shard(parameter: Tensor) -> bool:
+    """Whether a parameter is a shard of ZeRO-3, which DeepSpeed gives a number."""
+    return hasattr(parameter, "ds_id")
 
 
 def name_layers(accelerator: Accelerator, model: Any) -> None:

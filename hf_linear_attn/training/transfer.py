@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -40,6 +40,14 @@ from .sharding import autocast, reshard, shard_frozen_model, shards_models
 
 ProgressFunction = Callable[[int, int, float], None]
 LogFunction = Callable[[dict[str, float]], None]
+
+
+@runtime_checkable
+class HasEpoch(Protocol):
+    """A loader, sampler or collator of data whose order or randomness depends on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
 
 #: More layers than any model has: the seeds of the layers of one step lie this far from those of the next one.
 MAX_LAYERS = 10_000
@@ -169,7 +177,7 @@ def transfer_attention(
         remedy = "Pass a list, a DataLoader, or another iterable that begins anew each time."
         raise TypeError(f"batches is a {type(batches).__name__}, which can be read once only. {remedy}")
     check_patched(model)
-    if not any(True for mechanism in _mechanisms(model) for _ in mechanism.parameters()):
+    if not any(map(_has_parameters, _mechanisms(model))):
         return TransferResult()
     objective = AttentionTransferLoss(model, loss, whole_model=accelerator is not None and shards_models(accelerator))
     # In several processes each has batches of its own, and all must take the same steps.
@@ -323,10 +331,9 @@ class _Run:
 
     def _save(self, checkpoint: Path) -> None:
         if self.is_main_process:
-            moments = self.optimizer.state_dict()["state"]
-            tensors = {
-                f"optimizer.{index}.{name}": value for index in moments for name, value in moments[index].items()
-            }
+            tensors: dict[str, Tensor] = {}
+            for index, moments in self.optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{index}.{name}": value for name, value in moments.items()}
             for kind, parameters in (("learned", self.parameters), ("best", self.best)):
                 tensors |= {f"{kind}.{index}": value.detach() for index, value in enumerate(parameters)}
             state = {**vars(self.result), "epoch": self.stream.epoch, "index": self.stream.index}
@@ -375,7 +382,7 @@ class AttentionTransferLoss:
     def __init__(self, model: PreTrainedModel, kind: str = "auto", whole_model: bool = False) -> None:
         check_patched(model)
         #: The mechanisms with learned parts.
-        self.learned = [mechanism for mechanism in _mechanisms(model) if list(mechanism.parameters())]
+        self.learned = list(filter(_has_parameters, _mechanisms(model)))
         if not self.learned:
             raise ValueError("None of the patched layers has anything to learn (list_attentions() says which have).")
         self.model = model
@@ -387,7 +394,7 @@ class AttentionTransferLoss:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The learned parts; one that several layers share is listed once."""
-        return [parameter for module in self.learned for parameter in _own_parameters(module)]
+        return list(itertools.chain.from_iterable(map(_own_parameters, self.learned)))
 
     def optimizer(self, lr: float | None) -> torch.optim.AdamW:
         """Return the optimizer: a group of parameters per layer, with `lr` or the mechanism's own rate."""
@@ -461,6 +468,10 @@ def _own_parameters(module: Any) -> list[nn.Parameter]:
     return [parameter for name, parameter in module.named_parameters() if name not in module.tied_parameters]
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
 def _mechanisms(model: nn.Module) -> list[Any]:
     return [module.linear_attention for module in attention_modules(model)]
 
@@ -474,7 +485,7 @@ def check_finite_loss(value: float, step: int, lr: float, remedy: str) -> None:
 def exact_length(model: nn.Module) -> int:
     """Return the longest input in tokens that every learned mechanism attends to exactly; 0 where one never does."""
     modules = [module for module in model.modules() if isinstance(module, LinearAttention)]
-    learned = [module for module in modules if any(True for _ in module.parameters())]
+    learned = list(filter(_has_parameters, modules))
     return min((module.exact_length for module in learned or modules), default=0)
 
 
@@ -515,9 +526,11 @@ class _Stream(Iterator[Batch]):
 
     def _repeat(self, epoch: int, start: int) -> Iterator[Batch]:
         while True:
-            parts: list[Any] = [getattr(self.batches, name, None) for name in ("sampler", "collate_fn")]
-            for part in (self.batches, *parts):
-                if hasattr(part, "set_epoch"):
+            parts: list[Any] = [self.batches]
+            if isinstance(self.batches, DataLoader):
+                parts += [self.batches.sampler, self.batches.collate_fn]
+            for part in parts:
+                if isinstance(part, HasEpoch):
                     part.set_epoch(epoch)
             count, useful = start, start
             for batch in self._skip(start):

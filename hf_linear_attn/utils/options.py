@@ -72,7 +72,7 @@ def check_options(config: Any, check: Callable[..., None] | None = None) -> None
     for entry in fields(config):
         if "bounds" in entry.metadata:
             bounds = entry.metadata["bounds"]
-            (check or check_value)(entry.name, getattr(config, entry.name), hints[entry.name], **bounds)
+            (check or check_value)(entry.name, vars(config)[entry.name], hints[entry.name], **bounds)
 
 
 def check_value(name: str, value: Any, hint: Any, **bounds: Any) -> None:
@@ -140,7 +140,7 @@ def _is_valid(value: Any, kind: Any, bounds: Mapping[str, Any]) -> bool:
 
 def check_exclusive(config: Any, first: str, second: str) -> None:
     """Raise an OptionError if both of two options are set."""
-    if getattr(config, first) and getattr(config, second):
+    if vars(config)[first] and vars(config)[second]:
         raise OptionError(first, f"excludes {second}. Give only one of them.")
 
 
@@ -193,7 +193,7 @@ def make_config(config_class: type[Config], config: Config | None, options: Mapp
     values = {entry.name: before[entry.name] for entry in fields(cast(Any, config_class))}
     for name, value in options.items():
         is_section = isinstance(values.get(name), dict) and isinstance(value, Mapping)
-        is_section = is_section and is_dataclass(getattr(config, name))
+        is_section = is_section and is_dataclass(vars(config)[name])
         values[name] = {**values[name], **value} if is_section else value
     return build_config(config_class, values)
 

@@ -18,9 +18,8 @@ from transformers_suite.generation.test_utils import GenerationTesterMixin
 from transformers_suite.test_modeling_common import ModelTesterMixin
 from transformers_suite.test_training_mixin import TrainingTesterMixin
 
-from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.config import CONFIG_FIELD, LinearAttentionConfig
 from hf_linear_attn.integration.model_class import linear_attention_class
-from hf_linear_attn.patching import CONFIG_FIELD
 from hf_linear_attn.registry import ATTENTIONS
 from tests.small import small_options
 
