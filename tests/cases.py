@@ -61,9 +61,6 @@ def every_direction() -> Any:
 
 
 def every_feature_map(*, signed: bool = True) -> Any:
-    """Every map that is a function of the token alone (those with positions have tests of their own).
-
-    `signed=False` leaves out maps whose weights can be negative.
-    """
-    classes = {name: entry.factory for name, entry in FEATURE_MAPS if not entry.factory.uses_positions}
-    return pytest.mark.parametrize("name", sorted(name for name, cls in classes.items() if signed or not cls.signed))
+    """Every map; `signed=False` leaves out those whose weights can be negative."""
+    names = sorted(name for name, entry in FEATURE_MAPS if signed or not entry.factory.signed)
+    return pytest.mark.parametrize("name", names)

@@ -64,7 +64,7 @@ class Options:
 
 
 FeatureFunctions = tuple[FeatureFunction, FeatureFunction, FusedMaps | None]
-"""The maps of queries and of keys as functions of a block and its start, and both as formulas if there are any."""
+"""The maps of queries and of keys as functions, and both as formulas if there are any."""
 
 
 class FeatureMap(nn.Module):
@@ -73,8 +73,6 @@ class FeatureMap(nn.Module):
     Inputs arrive in float32 (float64 for float64 models); parameters are cast to that dtype before use. `scaling` is
     τ, the scale of the model's own softmax. A map whose values can overflow returns its log scale beside them
     (see `ops.common.Features`).
-
-    A map with `uses_positions` defines `functions` for the tokens' positions.
     """
 
     num_features: int
@@ -82,8 +80,6 @@ class FeatureMap(nn.Module):
     distribution = True
     #: Whether products of features can be negative, so that the normaliser can cross zero (see `ops.common.divide`).
     signed = False
-    #: Whether the features depend on the tokens' positions.
-    uses_positions = False
     #: Whether the map serves capped logits: it learns such weights, or estimates those without the cap.
     serves_caps = False
     #: Whether `fit(keys, queries)` and `weigh(bias)` find a start for the model's own keys (see `feature_maps.vq`).
@@ -119,16 +115,12 @@ class FeatureMap(nn.Module):
         """Return the formulas of `query` and `key`, for backends that fuse them with the sums; None without any."""
         return None
 
-    def functions(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FeatureFunctions:
-        """Return both maps as functions of a block and its start, and as formulas if there are any.
-
-        For maps that use them, positions are those of queries and keys among the real tokens of their rows,
-        `[B | 1, L]` in the dtype of the features.
-        """
+    def functions(self, scaling: float) -> FeatureFunctions:
+        """Return both maps as functions, and as formulas if there are any."""
         formulas = self.fused(scaling)
         if formulas is not None:
             return formulas[0].features, formulas[1].features, formulas
-        return lambda x, start: self.query(x, scaling), lambda x, start: self.key(x, scaling), None
+        return lambda x: self.query(x, scaling), lambda x: self.key(x, scaling), None
 
     def extra_repr(self) -> str:
         return f"num_features={self.num_features}"

@@ -72,8 +72,8 @@ class GatedDeltaAttention(LinearAttention):
         self.begin_forward(inputs)
         call = GatedCall(
             *inputs.tensors,
-            lambda x, start: Features(functional.normalize(self.feature_map.query(x, inputs.scaling).values, dim=-1)),
-            lambda x, start: self._keys(x, inputs.scaling),
+            lambda x: Features(functional.normalize(self.feature_map.query(x, inputs.scaling).values, dim=-1)),
+            lambda x: self._keys(x, inputs.scaling),
             self.feature_map.num_features,
             **inputs.settings,
         )

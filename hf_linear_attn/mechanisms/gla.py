@@ -66,8 +66,8 @@ class GatedLinearAttention(LinearAttention):
         self.begin_forward(inputs)
         call = GatedCall(
             *inputs.tensors,
-            lambda x, start: self.feature_map.query(x, inputs.scaling),
-            lambda x, start: self._keys(x, inputs.scaling),
+            lambda x: self.feature_map.query(x, inputs.scaling),
+            lambda x: self._keys(x, inputs.scaling),
             self.feature_map.num_features,
             per_feature=True,
             **inputs.settings,

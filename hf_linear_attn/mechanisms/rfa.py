@@ -71,7 +71,7 @@ class RandomFeatureAttention(LinearAttention):
         gated_call = GatedCall(
             *inputs.tensors,
             self._features,
-            lambda x, start: self._gated_keys(x, inputs.scaling),
+            lambda x: self._gated_keys(x, inputs.scaling),
             self.options.num_features,
             signed=True,
             **inputs.settings,
@@ -82,10 +82,10 @@ class RandomFeatureAttention(LinearAttention):
         if self.gated and inputs.causal:
             return super().attention_weights(inputs)
         dtype = compute_dtype(inputs.query)
-        features = self._features(inputs.query.to(dtype), 0), self._features(inputs.key.to(dtype), 0)
+        features = self._features(inputs.query.to(dtype)), self._features(inputs.key.to(dtype))
         return kernelized.dense_weights(*features, inputs.visible(), signed=True)
 
-    def _features(self, x: Tensor, start: int) -> Features:
+    def _features(self, x: Tensor) -> Features:
         """Queries share the scales of their key-value head."""
         sigma = self.sigma.to(x.dtype).repeat_interleave(x.shape[1] // self.sigma.shape[0], dim=0)
         angle = (functional.normalize(x, dim=-1) * sigma.unsqueeze(-2)) @ self.weight.to(x.dtype).T
@@ -94,4 +94,4 @@ class RandomFeatureAttention(LinearAttention):
     def _gated_keys(self, key: Tensor, scaling: float) -> gated.GatedKeys:
         gate = (key * scaling**0.5) @ self.gate_weight.to(key.dtype) + self.gate_bias.to(key.dtype).unsqueeze(-2)
         log_write = functional.logsigmoid(-gate).squeeze(-1)
-        return gated.GatedKeys(self._features(key, 0).values, functional.logsigmoid(gate), log_write)
+        return gated.GatedKeys(self._features(key).values, functional.logsigmoid(gate), log_write)

@@ -51,4 +51,4 @@ class ScatterbrainAttention(HybridAttention):
     def _maps(self, scaling: float) -> FeatureFunctions:
         """Return the maps with a log scale, of zero where they have none: they count as estimates of exp(τ q·k)."""
         query_map, key_map, _ = self.feature_map.functions(scaling)
-        return lambda x, start: query_map(x, start).scaled(), lambda x, start: key_map(x, start).scaled(), None
+        return lambda x: query_map(x).scaled(), lambda x: key_map(x).scaled(), None

@@ -60,11 +60,7 @@ class HybridOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        entry = FEATURE_MAPS.get(self.feature_map)
-        if entry.factory.uses_positions:
-            # The state of the window delays keys, and does not count the tokens before them.
-            raise ValueError(f"A window cannot use {self.feature_map!r}: this feature map needs the tokens' positions.")
-        build_options(entry, dict(self.feature_map_options))
+        build_options(FEATURE_MAPS.get(self.feature_map), dict(self.feature_map_options))
 
 
 class HybridAttention(LinearAttention):

@@ -141,7 +141,7 @@ class _FeatureCall:
     key: Tensor
     value: Tensor
     query_features: FeatureFunction
-    key_features: Callable[[Tensor, int], Any]
+    key_features: Callable[[Tensor], Any]
     fused: FusedMaps | None
     num_features: int
     causal: bool

@@ -169,8 +169,8 @@ class KVState(NamedTuple):
         return entries if self.log_scale is None else {**entries, "log_scale": self.log_scale}
 
 
-FeatureFunction = Callable[[Tensor, int], Features]
-"""Maps a block of queries or keys `[B, H, l, d]`, which begins at position `start` of the sequence, to its features."""
+FeatureFunction = Callable[[Tensor], Features]
+"""Maps queries or keys `[B, H, L, d]` to their features."""
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

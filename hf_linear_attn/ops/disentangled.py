@@ -95,8 +95,8 @@ class Disentangled:
     def sided(self, features: FeatureFunction, window: int, *, keys: bool, scaling: float) -> FeatureFunction:
         """Return the features of queries or keys, doubled and multiplied by the factors of either side."""
 
-        def doubled(x: Tensor, start: int) -> Features:
-            values, log_scale = features(x, start)
+        def doubled(x: Tensor) -> Features:
+            values, log_scale = features(x)
             factors = self.exponents(x, window, keys=keys, scaling=scaling).exp()
             return Features((values.unsqueeze(-2) * factors.unsqueeze(-1)).flatten(-2), log_scale)
 

@@ -78,14 +78,14 @@ def _scaled(call: KernelizedCall) -> bool:
     if call.fused is not None:
         return call.fused[1].scaled
     with torch.no_grad():
-        return call.key_features(call.key[:, :, :1].float(), 0).log_scale is not None
+        return call.key_features(call.key[:, :, :1].float()).log_scale is not None
 
 
 def arguments(call: KernelizedCall) -> tuple[Any, Any, Any]:
     """Return φ(q), φ(k) `[B, L, H, m]` and `[v, 1, 0 …]` `[B, L, H, e']`, in the dtype of value, masked keys zero."""
     dtype, repeats = call.value.dtype, call.query.shape[1] // call.key.shape[1]
-    queries: Features = call.query_features(call.query.float(), 0)
-    keys = masked_key_features(call.key_features, call.key, 0, call.mask, torch.float32)
+    queries: Features = call.query_features(call.query.float())
+    keys = masked_key_features(call.key_features, call.key, call.mask, torch.float32)
     width = call.value.shape[3]
     value = functional.pad(mask_tokens(call.value, call.mask), (0, 1), value=1.0)
     value = functional.pad(value, (0, -(width + 1) % COLUMN_QUANTUM))

@@ -213,7 +213,7 @@ def _joined(
             return out, attention.merge(far_call, attention.Exact(out, log_sum, top, mix), passes)
     total, top = _near(call, query, keys)
     if learning and not passes:  # the learned parts have a gradient of zeros, not none
-        features = call.query_features(query[:, :, :0], 0), call.key_features(key[:, :, :0], 0)
+        features = call.query_features(query[:, :, :0]), call.key_features(key[:, :, :0])
         total = total + mix.sum() * 0 + sum(part.values.sum() for part in features)
     mix = mix.expand(-1, -1, length)
     for queries, columns, reverse in passes:
@@ -254,7 +254,7 @@ def _far(
         total, after = kernelized.causal(far_call, normalise=False)
         assert call.fused is not None
         scaled = call.fused[0].scaled  # otherwise the features would be computed twice for nothing
-        scale = call.query_features(query.to(compute_dtype(query)), 0).log_scale if scaled else None
+        scale = call.query_features(query.to(compute_dtype(query))).log_scale if scaled else None
     if scale is not None:
         log_mix = log_mix + (scale - top).clamp(max=LARGEST_GAP)
     return log_mix.to(total.dtype).exp().unsqueeze(-1) * total, after

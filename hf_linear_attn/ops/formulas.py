@@ -67,8 +67,8 @@ class FusedMap(NamedTuple):
         """Return the number of features of each token."""
         return PARTS[self.activation] * self.width(head_dim)
 
-    def features(self, x: Tensor, start: int = 0) -> Features:
-        """Compute the features of tokens `[B, H, L, d]` by torch, in the dtype of x, wherever they `start`."""
+    def features(self, x: Tensor) -> Features:
+        """Compute the features of tokens `[B, H, L, d]` by torch, in the dtype of x."""
         x = y = x if self.in_scale == 1.0 else x * self.in_scale
         if self.weight is not None:
             weight = self.weight[0] if self.weight.shape[0] == 1 else self.weight  # one product for all heads

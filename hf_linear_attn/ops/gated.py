@@ -56,7 +56,7 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (key, values) in token_blocks(step, call.mask, call.key, value):
         rows, missing = _grouped_queries(call, start, stop, part)
-        keys = masked_keys(call.key_features(key, start), part)
+        keys = masked_keys(call.key_features(key), part)
         out, carry = _block(rows, keys, with_ones(values), carry, chunk)
         out = weighted_mean(out, signed=call.signed).flatten(1, 2).to(value.dtype)
         outputs.append(out[:, :, missing:] if rows.shape[2] else outputs[0])
@@ -80,7 +80,7 @@ def _grouped_queries(call: GatedCall, start: int, stop: int, mask: Tensor | None
     query = query[:, :, max(start - first, 0) : max(stop - first, 0)].to(compute_dtype(query))
     if not query.shape[2]:
         return query.new_zeros(query.shape[0], groups, 0, stop - start, call.num_features), missing
-    features = call.query_features(mask_tokens(query, mask if mask is None else mask[:, missing:]), start).values
+    features = call.query_features(mask_tokens(query, mask if mask is None else mask[:, missing:])).values
     return functional.pad(group_heads(features, groups), (0, 0, missing, 0)), missing
 
 

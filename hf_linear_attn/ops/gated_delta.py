@@ -53,9 +53,9 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     step = block_length(batch, heads, max(call.num_features, value.shape[-1], CHUNK), length)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     after = call.state
-    for start, _, part, (query, key, values) in token_blocks(step, call.mask, call.query, call.key, value):
-        rows = group_heads(call.query_features(query, start).values, groups)
-        keys = DeltaKeys(*(mask_tokens(x, part) for x in call.key_features(key, start)))  # padding: no decay, no rate
+    for _, _, part, (query, key, values) in token_blocks(step, call.mask, call.query, call.key, value):
+        rows = group_heads(call.query_features(query).values, groups)
+        keys = DeltaKeys(*(mask_tokens(x, part) for x in call.key_features(key)))  # padding: no decay, no rate
         values = with_ones(values)
         if after is None:
             kv = values.new_zeros(batch, groups, keys.values.shape[-1], values.shape[-1])

@@ -37,13 +37,13 @@ CHUNK = 64
 
 
 def masked_key_features(
-    key_features: FeatureFunction, key: Tensor, start: int, mask: Tensor | None, dtype: torch.dtype
+    key_features: FeatureFunction, key: Tensor, mask: Tensor | None, dtype: torch.dtype
 ) -> Features:
     """Compute the features of one block of keys, with zero features (and log scale `-inf`) for masked keys.
 
     The keys themselves are zeroed first: NaN in padding reaches neither the state nor the gradient of a learned map.
     """
-    return _masked(key_features(mask_tokens(key.to(dtype), mask), start), mask)
+    return _masked(key_features(mask_tokens(key.to(dtype), mask)), mask)
 
 
 def _masked(keys: Features, mask: Tensor | None) -> Features:
@@ -74,10 +74,10 @@ def key_state(call: KernelizedCall | WindowedCall) -> KVState | None:
     key, value = call.key, call.value
     width = max(call.num_features, value.shape[-1])
     kv_state = None
-    for start, _, part, (columns, values) in token_blocks(
+    for _, _, part, (columns, values) in token_blocks(
         block_length(key.shape[0], key.shape[1], width, key.shape[2]), call.mask, key, value
     ):
-        new = KVState.of(_masked(call.key_features(columns, start), part), with_ones(values), signed=call.signed)
+        new = KVState.of(_masked(call.key_features(columns), part), with_ones(values), signed=call.signed)
         kv_state = new if kv_state is None else kv_state.plus(new)
     return kv_state
 
@@ -89,8 +89,8 @@ def attend_to_state(call: KernelizedCall, kv_state: KVState) -> Tensor:
     groups = call.key.shape[1]
     width = max(call.num_features, value.shape[-1])
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
-    for start, _, _, (rows,) in token_blocks(block_length(batch, heads, width, length), None, query):
-        features = call.query_features(rows, start).values
+    for _, _, _, (rows,) in token_blocks(block_length(batch, heads, width, length), None, query):
+        features = call.query_features(rows).values
         out = features.reshape(batch, groups, -1, features.shape[-1]) @ kv_state.total
         outputs.append(weighted_mean(out.view(batch, heads, rows.shape[2], -1), signed=signed).to(value.dtype))
     return torch.cat(outputs, dim=2)
@@ -114,8 +114,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
     outputs = [empty if normalise else with_ones(empty.to(compute_dtype(value)))]
     for start, stop, part, (columns, values) in token_blocks(step, call.mask, key, value):
         rows = query[:, :, start:stop].to(columns.dtype)
-        queries = group_heads(call.query_features(rows, start).values, key.shape[1])
-        keys = _masked(call.key_features(columns, start), part)
+        queries = group_heads(call.query_features(rows).values, key.shape[1])
+        keys = _masked(call.key_features(columns), part)
         values = with_ones(values)
         for low in range(0, stop - start, chunk):
             now = slice(low, min(low + chunk, stop - start))
@@ -138,8 +138,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
 def _without_decay(call: KernelizedCall) -> GatedCall:
     """Return the call as one of a state that does not decay, whose chunks are computed at once."""
 
-    def key_features(key: Tensor, start: int) -> GatedKeys:
-        values, log_scale = call.key_features(key, start)
+    def key_features(key: Tensor) -> GatedKeys:
+        values, log_scale = call.key_features(key)
         return GatedKeys(values, values.new_zeros(*values.shape[:-1], 1), log_scale)
 
     return GatedCall(**{**vars(call), "key_features": key_features, "fused": None})

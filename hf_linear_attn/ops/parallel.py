@@ -49,11 +49,6 @@ def _own_state(call: KernelizedCall | WindowedCall) -> KVState:
     return state
 
 
-def counts_of_slices(mask: Tensor | None, key: Tensor, ranks: Ranks) -> Tensor:
-    """Return how many real tokens the slice of each process has in each row, `[n, B]`."""
-    return ranks.gather(token_numbers(mask, len(key), key.shape[2], key.device)[:, -1].contiguous())
-
-
 class Edges(NamedTuple):
     """Tokens of all slices that are sent one by one: key `[B, G, k, d]`, value `[B, G, k, e]`.
 
@@ -101,7 +96,7 @@ class Edges(NamedTuple):
 
     def sum_over(self, call: WindowedCall, chosen: Tensor, slices: Tensor) -> KVState:
         """Add up the tokens that are chosen `[B, k]`, and the other tokens of the chosen slices `[n]`."""
-        features = masked_key_features(call.key_features, self.key, 0, chosen, self.key.dtype)
+        features = masked_key_features(call.key_features, self.key, chosen, self.key.dtype)
         chosen_state = KVState.of(features, with_ones(mask_tokens(self.value, chosen)), signed=call.signed)
         return _add_states(self.states, slices).plus(chosen_state)
 

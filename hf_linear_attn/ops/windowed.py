@@ -90,7 +90,7 @@ def with_term_features(call: WindowedCall) -> WindowedCall:
         if not call.causal:
             raise NotImplementedError("ALiBi is for decoders: in a bidirectional layer no sums decay.")
         key_features = call.key_features
-        return call.replace(key_features=lambda x, start: key_features(x, start).scaled())
+        return call.replace(key_features=lambda x: key_features(x).scaled())
     if call.terms is None or call.terms.relative is None:
         return call
     if call.causal or is_free(call.query.shape[2]):
@@ -113,11 +113,11 @@ class QueryRows(NamedTuple):
 
 
 def make_query_rows(
-    query: Tensor, query_features: FeatureFunction, start: int, groups: int, scaling: float, log_mix: Tensor
+    query: Tensor, query_features: FeatureFunction, groups: int, scaling: float, log_mix: Tensor
 ) -> QueryRows:
-    """Prepare a block of queries `[B, H, n, d]` that begins at position `start`; log_mix `[B | 1, H, n | 1]`."""
+    """Prepare a block of queries `[B, H, n, d]`; log_mix `[B | 1, H, n | 1]`."""
     block = query.to(compute_dtype(query))
-    values, log_scale = query_features(block, start)
+    values, log_scale = query_features(block)
     values = values * log_mix.to(block.dtype).exp().unsqueeze(-1)
     features = Features(values, log_scale).apply(lambda x: x.unflatten(1, (groups, -1)))
     return QueryRows(group_heads(with_ones(block * scaling), groups), features)
@@ -431,7 +431,7 @@ class _BlockedCall:
         key = mask_tokens(self.key[:, :, tokens].to(dtype), select)
         value = split_blocks(with_ones(mask_tokens(self.value[:, :, tokens].to(dtype), select)), self.size, count)
         bias = key.new_zeros(valid.shape).masked_fill(~valid, BLOCKED)[:, None, :, None].expand(*key.shape[:3], 1)
-        values, log_scale = self.call.key_features(key[:, :, some], start * self.size - self.before)
+        values, log_scale = self.call.key_features(key[:, :, some])
         # All of it is finite here, so a product drops padding as well as a selection would, and several times faster.
         far = self.far[:, tokens][:, some]
         values = split_blocks(values * far.to(values.dtype)[:, None, :, None], self.size, featured)
@@ -453,7 +453,7 @@ class _BlockedCall:
         span = slice(None) if self.free else slice(start * self.size, (start + count) * self.size)
         mix = self.log_mix if self.log_mix.shape[2] == 1 else self.log_mix[:, :, span]
         query = self.query[:, :, span]
-        rows = make_query_rows(query, call.query_features, start * self.size, groups, call.scaling, mix)
+        rows = make_query_rows(query, call.query_features, groups, call.scaling, mix)
 
         def split(tensor: Tensor) -> Tensor:
             return split_blocks(tensor, self.size, count, 3).flatten(3, 4)
@@ -647,7 +647,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     sinks, first = first_tokens(call)
     oldest_position = state["count"].unsqueeze(1) - call.window  # of the token that leaves the window
     oldest = state["ring_mask"][:, :1] & (oldest_position >= call.sinks)
-    older = masked_key_features(call.key_features, oldest_key, 0, oldest, dtype)
+    older = masked_key_features(call.key_features, oldest_key, oldest, dtype)
     leaving = KVState.of(older, with_ones(mask_tokens(oldest_value, oldest)))
     far = KVState.from_state(state).plus(leaving.decayed(None if slope is None else -slope * call.window))
     if sinks is not None:
@@ -665,7 +665,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
             logits = logits + terms.by_distance(_step_distances(call, state)).to(dtype).reshape(*logits.shape[:3], -1)
     if not full:
         logits = logits.masked_fill(~near[:, None, None, :], float("-inf"))
-    values, scale = call.query_features(query.to(dtype), 0)
+    values, scale = call.query_features(query.to(dtype))
     mix = far_mix(call).to(dtype).exp().unsqueeze(-1)
     features = Features((values * mix).reshape(grouped), None if scale is None else scale.reshape(grouped[:-1]))
     columns = [Columns(logits)]
@@ -716,7 +716,7 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
     call = with_term_features(call)
     query, key, log_mix, terms = call.query, call.key, far_mix(call), call.terms
     batch, groups = key.shape[:2]
-    rows = make_query_rows(query, call.query_features, 0, groups, call.scaling, log_mix)
+    rows = make_query_rows(query, call.query_features, groups, call.scaling, log_mix)
     rows = QueryRows(rows.query.flatten(2, 3), rows.features.apply(lambda x: x.flatten(2, 3)))
     if not key.shape[2]:
         return rows.query.new_zeros(*query.shape[:3], 0)
@@ -726,7 +726,7 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         for flags in (inside & allowed, ~inside & allowed)
     )
     logits, outside = capped_products(rows.query, functional.pad(key, (0, 1)), terms), outside.to(key.dtype)
-    features = call.key_features(key, 0)
+    features = call.key_features(key)
     if terms is not None and terms.has_distances:
         distance = distances(query.shape[2], key.shape[2], start, key.device)
         logits = logits + head_rows(terms.by_distance(distance).to(logits.dtype), groups)

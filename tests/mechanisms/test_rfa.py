@@ -53,7 +53,7 @@ def test_the_estimate_is_unbiased():
     draws = []
     for seed in range(200):
         layer = module(seed=seed, noise=0.0)
-        phi_q, phi_k = layer._features(q, 0).values, layer._features(k, 0).values
+        phi_q, phi_k = layer._features(q).values, layer._features(k).values
         draws.append(phi_q @ naive.repeat_heads(phi_k, 4).transpose(-1, -2))
     stacked = torch.stack(draws)
     error = (stacked.mean(0) - exact) / (stacked.std(0) / len(draws) ** 0.5)

@@ -46,12 +46,12 @@ class Case:
     def writes(self):
         return self.kind in ("scaled", "signed")
 
-    def keys(self, x, start):
+    def keys(self, x):
         return gated.GatedKeys(self.phi(x), self.log_decay(x), self.log_write(x) if self.writes else None)
 
     def fast(self, pieces=None):
         def call(*tensors, mask, state):
-            maps, signed = (lambda x, start: Features(self.phi(x)), self.keys), self.kind == "signed"
+            maps, signed = (lambda x: Features(self.phi(x)), self.keys), self.kind == "signed"
             per_feature = self.kind == "feature"
             return gated.gated_causal(GatedCall(*tensors, *maps, 6, signed, mask, state, per_feature=per_feature))
 

@@ -37,12 +37,12 @@ class Case:
         decay, rate = (self.strength * key @ self.leaves[3]).unbind(-1)
         return functional.logsigmoid(decay), 1e-4 + (1 - 1e-4) * torch.sigmoid(rate)
 
-    def keys(self, x, start=0):
+    def keys(self, x):
         return gated_delta.DeltaKeys(self.phi(x), *self.gates(x))
 
     def fast(self, pieces=None):
         def call(*tensors, mask, state):
-            maps = lambda x, _: Features(self.phi(x)), self.keys
+            maps = lambda x: Features(self.phi(x)), self.keys
             return gated_delta.delta_causal(GatedCall(*tensors, *maps, 6, mask=mask, state=state))
 
         return in_pieces(call, self.leaves[:3], self.mask, pieces or (self.leaves[0].shape[2],))

@@ -23,10 +23,10 @@ LENGTHS = [0, 1, 65, 129, *slow(2, 63, 64, 127, 128, 300)]
 
 
 def fast(built, q, k, v, *, causal, mask=None, state=None, return_state=True):
-    def query_features(x, start):
+    def query_features(x):
         return built.query(x, SCALING)
 
-    def key_features(x, start):
+    def key_features(x):
         return built.key(x, SCALING)
 
     size, signed = built.num_features, built.signed

@@ -86,7 +86,7 @@ def make_call(feature_map, query, key, value, causal, mask=None, state=None, *, 
 def definition(call: KernelizedCall) -> torch.Tensor:
     """The output in float64 from explicit weights; the features' scales are put back first."""
     query, key = (x.double() for x in (call.query, call.key))
-    query_features, key_features = call.query_features(query, 0), call.key_features(key, 0)
+    query_features, key_features = call.query_features(query), call.key_features(key)
     allowed = naive.visible(call.mask, query.shape[0], query.shape[2], key.shape[2], call.causal)
     keys = key_features.values
     if key_features.log_scale is not None:

@@ -17,11 +17,11 @@ REASON = unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 
 
-def squared(x, start=0):
+def squared(x):
     return Features(x.square() + 0.1)
 
 
-def scaled(x, start=0):
+def scaled(x):
     """exp(x), relative to a log scale that grows by hundreds over a long input."""
     top = x.amax(dim=-1)
     return Features((x - top.unsqueeze(-1)).exp(), top)
@@ -31,7 +31,7 @@ def kernelized(tensors, phi, mask=None, state=None, keep=False):
     return KernelizedCall(*tensors, phi, phi, None, 9, True, mask=mask, state=state, return_state=keep)
 
 
-def gates(x, start=0):
+def gates(x):
     return GatedKeys(x.square() + 0.1, -torch.sigmoid(3 * x))
 
 

@@ -34,7 +34,7 @@ SIX = torch.zeros(4, 6, 6)
 def test_formulas_that_do_not_fit_are_refused(fused_map, features, reason):
     """A kernel takes addresses and sizes as they are given: it would read or write beyond a tensor."""
     q, k, v = qkv(5, groups=4)
-    functions = [lambda x, start: Features(x)] * 2
+    functions = [lambda x: Features(x)] * 2
     call = KernelizedCall(q, k, v, *functions, (fused_map, fused_map), features, False)
     assert re.search(reason, NativeBackend().unsupported_reason(call) or "")
 
@@ -43,7 +43,7 @@ def test_formulas_that_do_not_fit_are_refused(fused_map, features, reason):
 def test_derivatives_of_gradients_are_refused(causal):
     """`torch.autograd.grad` leaves out what does not lead to its inputs: the error must lie on the way to each."""
     q, k, v = (tensor.requires_grad_() for tensor in qkv(5, groups=4))
-    functions = [lambda x, start: Features(x)] * 2
+    functions = [lambda x: Features(x)] * 2
     out, _ = NativeBackend().run(KernelizedCall(q, k, v, *functions, (FusedMap("elu"), FusedMap("elu")), 6, causal))
     scale = torch.ones((), requires_grad=True)
     for loss, sources in ((out.sum(), (q, k, v)), (scale * out.pow(2).sum(), (q, k, v, scale))):
@@ -55,7 +55,7 @@ def test_derivatives_of_gradients_are_refused(causal):
 
 def test_float16_is_left_to_torch_where_the_compiler_has_none(monkeypatch):
     """GCC has it on x86 from version 12 on; kernels of an older one know two dtypes."""
-    functions = [lambda x, start: Features(x)] * 2
+    functions = [lambda x: Features(x)] * 2
     for dtype, reason in ((torch.float16, "has no float16"), (torch.bfloat16, None)):
         q, k, v = (tensor.to(dtype) for tensor in qkv(5, groups=4))
         call = KernelizedCall(q, k, v, *functions, (FusedMap("elu"), FusedMap("elu")), 6, True)

@@ -23,7 +23,7 @@ LOG_MIX = torch.tensor([0.3, -0.5, 0.0, 0.8, -0.2, 0.1])
 
 
 def maps(built):
-    return (lambda x, start: built.query(x, SCALING)), (lambda x, start: built.key(x, SCALING))
+    return (lambda x: built.query(x, SCALING)), (lambda x: built.key(x, SCALING))
 
 
 def call_of(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None, sinks=0):

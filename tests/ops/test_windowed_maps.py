@@ -39,14 +39,14 @@ class Case:
         return {"window": self.window, "scaling": 0.4, "log_mix": self.leaves[3]}
 
     def features(self):
-        return (lambda x, start: self.map.query(x, 0.4)), (lambda x, start: self.map.key(x, 0.4))
+        return (lambda x: self.map.query(x, 0.4)), (lambda x: self.map.key(x, 0.4))
 
     def fast(self):
         return attend(self.causal, *self.leaves[:3], self.features(), mask=self.mask, **self.settings())[0]
 
     def definition(self):
         q, k, v, _ = self.leaves
-        phi_q, phi_k = (unscaled(f(x, 0)) for f, x in zip(self.features(), (q, k), strict=True))
+        phi_q, phi_k = (unscaled(f(x)) for f, x in zip(self.features(), (q, k), strict=True))
         allowed = naive.visible(self.mask, 2, q.shape[2], k.shape[2], self.causal)
         relative = self.map.query(q, 0.4).log_scale is None
         settings = {**self.settings(), "relative": relative, "causal": self.causal}
@@ -102,7 +102,7 @@ def test_padding_does_not_set_the_scale_of_far_keys(causal):
     q, k = 60 * (direction + 0.1 * q), 60 * (direction + 0.1 * k)
     k[:, :, token] = -240 * direction[:, :, 0]  # the key in the window is the last that the query would choose
     phi = feature_map("favor+")
-    features = [lambda x, start: phi.query(x, 0.4), lambda x, start: phi.key(x, 0.4)]
+    features = [lambda x: phi.query(x, 0.4), lambda x: phi.key(x, 0.4)]
     settings = {"window": 1, "scaling": 0.4, "log_mix": torch.zeros(4)}
     mask = padding_mask([length] * 2, length + 4, "right")
 

@@ -292,7 +292,7 @@ def test_totals_before_normalisation_and_their_gradients(name, kind):
         (totals, scale, state), (_, state_true) = attention.totals(call), kernelized.causal(call)
         assert_near(totals, expected, 2e-5)
         assert_near(state["kv"], state_true["kv"], 2e-5)
-        expected_scale = call.query_features(call.query, 0).log_scale
+        expected_scale = call.query_features(call.query).log_scale
         assert (scale is None) == (expected_scale is None)
         if scale is not None:
             assert_near(scale, expected_scale, 2e-5)

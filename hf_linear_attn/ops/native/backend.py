@@ -116,8 +116,8 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
         mask = None if call.mask is None else call.mask[:, now]
         rows, columns = (x[:, :, now].float() for x in (call.query, call.key))
         rows = mask_tokens(rows, mask) if isinstance(call, GatedCall) else rows
-        keys = call.key_features(mask_tokens(columns, mask), start)
-        query = call.query_features(rows, start).values
+        keys = call.key_features(mask_tokens(columns, mask))
+        query = call.query_features(rows).values
         key = keys.values
         value = call.value[:, :, now]
         _check_sizes("queries", query, (batch, heads, value.shape[2], call.num_features))
