@@ -171,19 +171,19 @@ class LinearStateLayer(CacheLayerMixin):
         """
         if torch.compiler.is_compiling():
             return
-        count, known = self.seen
+        count, previous = self.seen
         # The first layer of a forward pass compares for all others, which have the same tensors.
-        is_new = not all(map(is_, forward_context.compared_masks, (known, mask)))
+        is_new = not all(map(is_, forward_context.compared_masks, (previous, mask)))
         if self.tokens and count == self.tokens and is_new:
             before = mask[:, : self.tokens].bool()
-            earlier = before.new_ones(1, 0) if known is None else known.to(before.device).bool()
+            earlier = before.new_ones(1, 0) if previous is None else previous.to(before.device).bool()
             if bool((before != pad(earlier, (0, self.tokens - earlier.shape[1]), value=True)).any()):
                 raise ValueError(
                     "The attention mask hides tokens of the cache that earlier calls did not hide, or the other way "
                     "round, and a recurrent state cannot leave them out or take them in. Pass one mask from the first "
                     "call on."
                 )
-            forward_context.compared_masks = (known, mask)
+            forward_context.compared_masks = (previous, mask)
         self.seen = count, mask
 
     @property

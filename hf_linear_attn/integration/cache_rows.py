@@ -35,12 +35,12 @@ def filter_rows(cache: Cache, rows: Sequence[int], padding: int = 0) -> None:
         raise ValueError("A cache needs at least one row. Start with a new cache instead.")
     _check_padding(layers, rows, padding)
     mask = _mask(layers)
-    kept_mask = None if mask is None else mask[list(rows), padding:]
+    selected_mask = None if mask is None else mask[list(rows), padding:]
     for layer in layers:
         layer.batch_select_indices(torch.tensor(rows))
         _drop_columns(layer, padding)
         if isinstance(layer, LinearStateLayer):
-            layer.seen = layer.tokens, kept_mask
+            layer.seen = layer.tokens, selected_mask
 
 
 def extract_row(cache: Cache, row: int, padding: int = 0) -> Cache:
@@ -156,15 +156,15 @@ def _drop_columns(layer: Any, padding: int) -> None:
         layer.state = drop_padding(layer.state, padding)
         layer.tokens -= padding
         return
-    kept = layer.keys.shape[-2]
+    remaining = layer.keys.shape[-2]
     if layer.is_sliding:
         layer.cumulative_length -= padding
-        kept = min(kept, layer.cumulative_length)
+        remaining = min(remaining, layer.cumulative_length)
     else:
-        kept -= padding
-    if kept < layer.keys.shape[-2]:
-        layer.keys = layer.keys[:, :, -kept:].clone(memory_format=torch.contiguous_format)
-        layer.values = layer.values[:, :, -kept:].clone(memory_format=torch.contiguous_format)
+        remaining -= padding
+    if remaining < layer.keys.shape[-2]:
+        layer.keys = layer.keys[:, :, -remaining:].clone(memory_format=torch.contiguous_format)
+        layer.values = layer.values[:, :, -remaining:].clone(memory_format=torch.contiguous_format)
 
 
 def _right_aligned(tensors: list[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ Attributes of the modules and fields of their configs decide where they say enou
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -78,9 +78,19 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             against = None if stated else _masks_against_flag(module, causal, around)
             if against is not None and not getattr(around, "_supports_sdpa", False):
                 causal, against = against, None  # Its only implementation, eager attention, reads masks only.
-            found = AttentionLayer(name, module, cross, _span(module, around), _obstacle(module), causal, bool(against))
-            terms = () if cross else tuple(_terms(module))
-            layers.append(replace(found, terms=terms, around=around))
+            layers.append(
+                AttentionLayer(
+                    name,
+                    module,
+                    cross=cross,
+                    span=_span(module, around),
+                    obstacle=_obstacle(module),
+                    causal=causal,
+                    masks_causal=bool(against),
+                    terms=() if cross else tuple(_terms(module)),
+                    around=around,
+                )
+            )
     return layers
 
 

@@ -261,9 +261,12 @@ def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> N
 
 def installed_layers(model: nn.Module) -> dict[int, LayerConfig]:
     """Return the mechanism of each patched layer, with all options, by its index among the self-attention layers."""
-    layers = [layer for layer in find_attention(model) if not layer.cross]
-    contexts = ((index, layer_context(layer.module)) for index, layer in enumerate(layers))
-    return {index: one.layer_config for index, one in contexts if one is not None and one.layer_config is not None}
+    installed = {}
+    for index, layer in enumerate(layer for layer in find_attention(model) if not layer.cross):
+        context = layer_context(layer.module)
+        if context is not None and context.layer_config is not None:
+            installed[index] = context.layer_config
+    return installed
 
 
 def is_untrained(model: PreTrainedModel) -> bool:
@@ -271,8 +274,9 @@ def is_untrained(model: PreTrainedModel) -> bool:
     layers = self_attention(model)
     for index, config in installed_layers(model).items():
         mechanism = mechanism_of(layers[index].module)
-        built, own = _build(model, layers[index], config, mechanism.shape).state_dict(), mechanism.state_dict()
-        names = own.keys() - set(mechanism.tied_parameters)
-        if not all(torch.equal(own[name].cpu(), built[name].cpu()) for name in names):
+        initial = _build(model, layers[index], config, mechanism.shape).state_dict()
+        present = mechanism.state_dict()
+        names = present.keys() - set(mechanism.tied_parameters)
+        if not all(torch.equal(present[name].cpu(), initial[name].cpu()) for name in names):
             return False
     return True

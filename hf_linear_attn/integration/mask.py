@@ -130,14 +130,14 @@ def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():
-        visible, known = mask > BLOCKED, "0 and a very negative number"
+        visible, expected = mask > BLOCKED, "0 and a very negative number"
         is_mask = (~visible | (mask == 0)).all()
     else:
-        visible, known = mask != 0, "0 and 1"
+        visible, expected = mask != 0, "0 and 1"
         is_mask = (mask == visible).all()
     text = (
-        f"The attention mask of {layer} has values other than {known}. An additive bias cannot be expressed by linear "
-        "attention: give the layer 'softmax', or pass a boolean mask."
+        f"The attention mask of {layer} has values other than {expected}. An additive bias cannot be expressed by "
+        "linear attention: give the layer 'softmax', or pass a boolean mask."
     )
     if torch.compiler.is_compiling():
         torch._assert_async(is_mask, text)

@@ -281,8 +281,8 @@ class WhisperMixin:
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         # Transformers would split the keys and values of the cache by rows. The outputs are without one instead.
         if isinstance(seek_outputs, dict) and holds_state(seek_outputs.values()):
-            kept = {name: value for name, value in seek_outputs.items() if not isinstance(value, Cache)}
-            seek_outputs = type(seek_outputs)(**kept)
+            others = {name: value for name, value in seek_outputs.items() if not isinstance(value, Cache)}
+            seek_outputs = type(seek_outputs)(**others)
         return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -521,7 +521,7 @@ def check_shards(paths: list[Path]) -> None:
 
     What is wrong with those Transformers says.
     """
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
@@ -529,7 +529,7 @@ def check_shards(paths: list[Path]) -> None:
         except (OSError, SafetensorError):
             continue
         for name in names:
-            first = found.setdefault(name, path)
+            first = file_of.setdefault(name, path)
             if first != path:
                 raise ValueError(
                     f"{name!r} stands in {str(first)!r} and in {str(path)!r}: which one belongs to the model? The "

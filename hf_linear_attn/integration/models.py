@@ -85,8 +85,9 @@ def models_around(module: nn.Module) -> list[PreTrainedModel]:
     A module does not know its parents, so this asks the garbage collector for all models that there are: other models
     that `gc.freeze()` has hidden are not found.
     """
-    models = [one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel) and one is not module]
-    around = [model for model in models if any(part is module for part in model.modules())]
+    # By the type, since `isinstance` also asks an object for its class, which proxies answer with an error.
+    models: list[Any] = [value for value in gc.get_objects() if issubclass(type(value), PreTrainedModel)]
+    around = [model for model in models if model is not module and any(part is module for part in model.modules())]
     return [module, *around] if isinstance(module, PreTrainedModel) else around
 
 

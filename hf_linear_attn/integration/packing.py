@@ -373,7 +373,8 @@ class Documents:
         originals = [boundaries] if padding is None else [boundaries, padding]
         # The last one carries the documents: with a reference to itself it would stay until garbage is collected.
         self._boundaries = boundaries if padding is not None else None
-        self._values, self._versions = [one.clone() for one in originals], [_version(one) for one in originals]
+        self._values = [tensor.clone() for tensor in originals]
+        self._versions = list(map(_version, originals))
         device = boundaries.device
         edges: list[int] = boundaries.tolist()
         _check_edges(edges, shape)
@@ -390,14 +391,14 @@ class Documents:
 
     def are_of(self, shape: tuple[int, int], *tensors: Tensor) -> bool:
         """Return whether these are the documents of a batch of this shape, with these boundaries (and padding)."""
-        if self.shape != shape or [one.device for one in tensors] != [one.device for one in self._values]:
+        if self.shape != shape or [tensor.device for tensor in tensors] != [value.device for value in self._values]:
             return False
         is_same = len(tensors) == 1 or tensors[0] is self._boundaries
-        versions = [_version(one) for one in tensors]
+        versions = list(map(_version, tensors))
         # Values are compared only where the tensors do not tell: on a GPU that would wait for it, in each layer.
         if is_same and None not in versions and versions == self._versions:
             return True
-        return all(torch.equal(one, known) for one, known in zip(tensors, self._values, strict=True))
+        return all(map(torch.equal, tensors, self._values))
 
     def group(self, numbers: Sequence[int]) -> Group:
         """Return some of the documents as one padded batch, in this order."""

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -101,18 +102,28 @@ class PositionTable:
         return self.module.num_embeddings - _reserved(self.module)
 
 
+class LimitChange(NamedTuple):
+    """A new value for the field of a model's config that states a limit of positions."""
+
+    owner: PreTrainedModel
+    field: str
+    present: int
+    value: int
+    #: The present limit in tokens, without the rows that stand for no position.
+    tokens: int
+
+
 @dataclass
 class PositionChange:
     """New tensors and limits for a model, all computed; applying them cannot fail half-way."""
 
     tensors: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
-    #: Owner of a config, its field, the present and the new value, the present limit in tokens.
-    limits: list[tuple[PreTrainedModel, str, int, int, int]] = field(default_factory=list)
+    limits: list[LimitChange] = field(default_factory=list)
 
     @property
     def added(self) -> int:
         """Tokens that the longest input of the model grows by."""
-        return min((value - present for _, _, present, value, _ in self.limits), default=0)
+        return min((limit.value - limit.present for limit in self.limits), default=0)
 
     def apply(self, model: PreTrainedModel, *, record: bool = False) -> None:
         """Assign the new tensors and limits to a model that owns its configs (see `unshare_configs`).
@@ -130,17 +141,17 @@ class PositionChange:
             else:
                 setattr(module, name, tensor)
         tables = [module for module, attribute, _ in self.tensors if attribute == "weight"]
-        for owner, name, present, value, limit in self.limits:
+        for owner, name, present, value, tokens in self.limits:
             for module in (owner, *tables):
                 for attribute in COPIED_LIMITS:
                     if vars(module).get(attribute) == present:
                         setattr(module, attribute, value)
             # Parts may hold copies of the config that is saved (ProphetNet).
             same_class = [config for config in other_configs if type(config) is type(owner.config)]
-            for config in (owner.config, *(one for one in same_class if getattr(one, name) == present)):
+            for config in (owner.config, *(copied for copied in same_class if getattr(copied, name) == present)):
                 setattr(config, name, value)
                 if record:
-                    setattr(config, EXTENDED_FROM, limit)
+                    setattr(config, EXTENDED_FROM, tokens)
         if not record:
             for config in all_configs(model):
                 vars(config).pop(EXTENDED_FROM, None)
@@ -258,7 +269,8 @@ def plan_extension(model: PreTrainedModel, max_length: int, how: str = "tile") -
 
 def _check_part(model: PreTrainedModel, extended: Iterable[PositionTable]) -> None:
     """Raise where a model is a part of one that has other tables of the same config, which has one limit for both."""
-    inside, limits = {id(module) for module in model.modules()}, {(id(one.owner.config), one.field) for one in extended}
+    inside = {id(module) for module in model.modules()}
+    limits = {(id(table.owner.config), table.field) for table in extended}
     for root in outermost_models(model):
         for table in find_tables(root):
             if id(table.module) not in inside and (id(table.owner.config), table.field) in limits:
@@ -301,11 +313,11 @@ def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int]
     change = PositionChange()
     for table, length in lengths.items():
         owner, name = table.owner, table.field
-        if any(one is owner and known == name for one, known, *_ in change.limits):
+        if any(limit.owner is owner and limit.field == name for limit in change.limits):
             continue  # All that depends on the field was resized with its first table.
         present: Any = config_value(owner, name)
         added = length - table.limit
-        change.limits.append((owner, name, present, present + added, table.limit))
+        change.limits.append(LimitChange(owner, name, present, present + added, table.limit))
         before, after = _twin_tensors(owner, name, present), _twin_tensors(owner, name, present + added)
         for path, twin in after.items():
             if path in before and before[path].shape == twin.shape:
@@ -389,5 +401,5 @@ def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: 
                 rotated[..., second] = keys[..., second] * cos + keys[..., first] * sin
                 candidate[first] = candidate[second] = frequencies
                 candidates.append((float((rotated - later).norm()), candidate))
-    difference, candidate = min(candidates, key=lambda one: one[0], default=(math.inf, keys))
+    difference, candidate = min(candidates, key=itemgetter(0), default=(math.inf, keys))
     return candidate if difference <= LARGEST_ROTATION_ERROR * float((later - keys).norm()) else None

@@ -29,15 +29,15 @@ class Ranks(NamedTuple):
         """Return which processes have an earlier slice, `[n]`."""
         return torch.arange(self.size, device=device) < self.rank
 
-    def gather_states(self, sums: KVState, *others: Tensor) -> tuple[KVState, list[Tensor]]:
+    def gather_states(self, kv_state: KVState, *others: Tensor) -> tuple[KVState, list[Tensor]]:
         """Gather sums over keys, and other tensors `[B, G, …]`, in one message: `[n, B, G, …]` each."""
-        scales = [] if sums.log_scale is None else [sums.log_scale.unsqueeze(-1)]
-        tensors = [sums.total, *scales, *others]
+        scales = [] if kv_state.log_scale is None else [kv_state.log_scale.unsqueeze(-1)]
+        tensors = [kv_state.total, *scales, *others]
         sizes = [tensor[0, 0].numel() for tensor in tensors]
-        message = torch.cat([tensor.flatten(2).to(sums.total.dtype) for tensor in tensors], dim=-1)
+        message = torch.cat([tensor.flatten(2).to(kv_state.total.dtype) for tensor in tensors], dim=-1)
         parts = self.gather(message).split(sizes, dim=-1)
         shaped = [part.unflatten(-1, tensor.shape[2:]) for part, tensor in zip(parts, tensors, strict=True)]
-        scale = None if sums.log_scale is None else shaped.pop(1).squeeze(-1)
+        scale = None if kv_state.log_scale is None else shaped.pop(1).squeeze(-1)
         return KVState(shaped[0], scale), shaped[1:]
 
 

@@ -155,7 +155,8 @@ def calibrate_rows(model: PreTrainedModel, rows: list[Batch]) -> Calibration:
 
 def _fit(model: PreTrainedModel, rows: list[Batch], max_length: int | None) -> tuple[Calibration, bool]:
     """Return what `calibrate` does, and whether any layer has a part that longer rows could have been fitted to."""
-    layers = {id(one): _Layer(index, one.linear_attention) for index, one in patched_modules(model).items()}
+    modules = patched_modules(model)
+    layers = {id(module): _Layer(index, module.linear_attention) for index, module in modules.items()}
     fitted = {key: layer for key, layer in layers.items() if layer.fits_keys}
     mixed = {key: layer for key, layer in layers.items() if layer.has_mix}
     needs_head = model.config.is_encoder_decoder or is_sharded(model)

@@ -84,7 +84,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     which are not in evaluation mode, but not while they run: some drop activations themselves.
     """
     model.eval()
-    layers: list[Any] = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     functions = {layer: layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing}
     for layer, function in functions.items():
         layer.training = True

@@ -287,8 +287,9 @@ class GatedHeads:
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = patched_modules(model)
-        self.model, self._layers = model, {id(module): layer for layer, module in modules.items()}
-        self.counts = {layer: one.linear_attention.shape.num_key_value_heads for layer, one in modules.items()}
+        self.model = model
+        self._layers = {id(module): layer for layer, module in modules.items()}
+        self.counts = {layer: module.linear_attention.shape.num_key_value_heads for layer, module in modules.items()}
         self.gates: dict[int, Tensor] = {}
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):

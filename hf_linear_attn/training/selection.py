@@ -78,7 +78,8 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
     inputs = [model_inputs(model, batch) for batch in batches]
     if not inputs:
         raise ValueError("There are no batches to measure on.")
-    parts = {index: linear_mechanism(one.linear_attention) for index, one in patched_modules(model).items()}
+    modules = patched_modules(model)
+    parts = {index: linear_mechanism(module.linear_attention) for index, module in modules.items()}
     weights = {
         layer: part.log_mix
         for layer, part in parts.items()
@@ -96,8 +97,11 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
             try:
                 for layer in closed:
                     weights[layer].fill_(CLOSED_MIX)
-                pairs = zip(inputs, exact, strict=True)
-                return torch.cat([model_losses(model(**batch), batch, one, kind).double() for batch, one in pairs])
+                by_batch = [
+                    model_losses(model(**batch), batch, expected, kind).double()
+                    for batch, expected in zip(inputs, exact, strict=True)
+                ]
+                return torch.cat(by_batch)
             finally:
                 for layer, log_mix in closed.items():
                     weights[layer].copy_(log_mix)
