@@ -140,7 +140,8 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
         inputs = padded_inputs(model, [min(length, limit or length) for length in lengths])
         real = inputs["attention_mask"].bool()
         with torch.no_grad():
-            expected, actual = model(**inputs)[0], exported(**inputs)[0].to(model.device)
+            expected = model(**inputs)[0]
+            actual = exported(**inputs)[0].to(model.device)
         if expected.shape[:2] == real.shape:  # one output a token
             expected, actual = expected[real], actual[real]
         size = expected.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
@@ -179,7 +180,8 @@ def padded_inputs(model: PreTrainedModel, lengths: Any) -> dict[str, Any]:
 
     inputs = synthetic_inputs(model, range(5, 5 + min(40, model.config.get_text_config().vocab_size - 5)), max(lengths))
     inputs = {name: tensor.repeat(len(lengths), 1) for name, tensor in inputs.items()}
-    column, size = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+    column = torch.arange(max(lengths))
+    size = torch.tensor(lengths)[:, None]
     real = (column >= max(lengths) - size if model.can_generate() else column < size).to(model.device)
     # The head of a decoder reads the last token that is no padding, and finds it by the token.
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)

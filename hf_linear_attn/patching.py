@@ -117,7 +117,8 @@ def _plan_length(
     model: PreTrainedModel, config: LinearAttentionConfig, max_length: int
 ) -> tuple[LinearAttentionConfig, PositionChange]:
     """Return what `max_length` makes of a plan and of the positions; a ValueError where that is nothing at all."""
-    limit, filled = position_limit(model), config.with_default("max_length", max_length)
+    limit = position_limit(model)
+    filled = config.with_default("max_length", max_length)
     if check_max_length(max_length) > (limit or max_length):
         return filled, plan_extension(model, max_length)
     if max_length != limit and filled == config:

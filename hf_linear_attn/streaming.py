@@ -76,7 +76,8 @@ def read_stream(
     check_argument("chunk_length", chunk_length, int, least=1)
     if chunk_length > 1 and (mixer := restarting_mixer(model)):
         raise NotImplementedError(STATE_LOST.format(mixer, chunk_length))
-    limit, name = position_limit(model), type(model).__name__
+    limit = position_limit(model)
+    name = type(model).__name__
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if positions == "continue":
         period = sys.maxsize
@@ -88,7 +89,10 @@ def read_stream(
             raise ValueError(f"period must lie in 1 to {limit or 'the longest input'}, got {period!r}.")
         if not takes_positions:
             raise ValueError(f"{name} takes no position_ids. Read with positions='continue'.")
-    origin, source, start, cache = first_position(model), iter(tokens), 0, None
+    origin = first_position(model)
+    source = iter(tokens)
+    start = 0
+    cache = None
     while True:
         first = start % period
         piece = list(itertools.islice(source, min(chunk_length, period - first)))

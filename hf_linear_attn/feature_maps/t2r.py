@@ -48,7 +48,8 @@ class T2RFeatureMap(FeatureMap):
         self.key_bias = constant_parameter(shape.num_key_value_heads, self.num_features, value=options.bias_init)
 
     def fused(self, scaling: float) -> FusedMaps | None:
-        temperature, epsilon = (scaling * self.shape.head_dim) ** 0.5, self.options.epsilon
+        temperature = (scaling * self.shape.head_dim) ** 0.5
+        epsilon = self.options.epsilon
         query = FusedMap("relu", self.query_weight, self.query_bias, in_scale=temperature, epsilon=epsilon)
         key = FusedMap("relu", self.key_weight, self.key_bias, in_scale=temperature, epsilon=epsilon)
         return query, key

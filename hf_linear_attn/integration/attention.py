@@ -150,7 +150,9 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
 
     A full mask `[B | 1, H | 1, L, L]` applies inside of the documents.
     """
-    query, mask, keys = call.query, call.mask, call.key.shape[2]
+    query = call.query
+    mask = call.mask
+    keys = call.key.shape[2]
     if call.context.causal is None or keys != query.shape[2]:
         raise NotImplementedError(
             f"{call.label} attends to another sequence of {keys} tokens, which packed documents "

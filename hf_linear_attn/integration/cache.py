@@ -148,7 +148,8 @@ class LinearStateLayer(CacheLayerMixin):
             self._record.append(replace(inputs, query=inputs.query[:, :, :0].clone()))
             self._replay = replay
         self.state, self._in_graph = state, in_graph
-        before, self.tokens = self.tokens, self.tokens + inputs.key.shape[2]
+        before = self.tokens
+        self.tokens = self.tokens + inputs.key.shape[2]
         if not torch.compiler.is_compiling() and self.seen[0] == before:
             self.seen = self.tokens, self.seen[1]
 
@@ -246,7 +247,11 @@ class LinearStateLayer(CacheLayerMixin):
         return self.tokens + length, 0
 
     def reset(self) -> None:
-        self.state, self.tokens, self._in_graph, self._packed, self.seen = None, 0, False, False, (0, None)
+        self.state = None
+        self.tokens = 0
+        self._in_graph = False
+        self._packed = False
+        self.seen = (0, None)
         self._record, self._replay = [], None
 
     def activate_past_recording(self) -> None:

@@ -143,7 +143,8 @@ def _merged_mask(parts: list[list[Any]], padding: list[int]) -> Tensor | None:
 
 
 def _check_padding(layers: list[Any], rows: Sequence[int], padding: int) -> None:
-    length, mask = layers[0].get_seq_length(), _mask(layers)
+    length = layers[0].get_seq_length()
+    mask = _mask(layers)
     is_linear = any(isinstance(layer, LinearStateLayer) for layer in layers)
     holds_tokens = is_linear and padding > 0 and (mask is None or bool(mask[list(rows), :padding].any()))
     if not 0 <= padding < length or holds_tokens:

@@ -153,7 +153,8 @@ def is_learned(name: str) -> bool:
 
 def saved_tensors(model: nn.Module, which: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """Return the parameters and the saved buffers, each once, whose names match (None: all)."""
-    saved, tensors = model.state_dict(), (*model.named_parameters(), *model.named_buffers())
+    saved = model.state_dict()
+    tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor for name, tensor in tensors if name in saved and (which is None or which(name))}
 
 

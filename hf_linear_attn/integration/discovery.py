@@ -77,7 +77,9 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
             stated = cross or adapter is not None
             against = None if stated else _masks_against_flag(module, causal, around)
             if against is not None and not getattr(around, "_supports_sdpa", False):
-                causal, against = against, None  # Its only implementation, eager attention, reads masks only.
+                # Its only implementation, eager attention, reads masks only.
+                causal = against
+                against = None
             layers.append(
                 AttentionLayer(
                     name,
@@ -135,7 +137,8 @@ def _masks_against_flag(module: nn.Module, causal: bool, model: nn.Module) -> bo
     sets, or takes as an argument, is against its model.
     """
     kind: Any = type(module)
-    source, masks = source_guards.direction_source(kind), source_guards.own_masks(type(model))
+    source = source_guards.direction_source(kind)
+    masks = source_guards.own_masks(type(model))
     by_config = "use_bidirectional_attention" in source and config_value(module, "use_bidirectional_attention")
     stated = "False" if by_config in (True, "all") else source
     if stated not in (str(causal), "is_causal") or masks != {"bidirectional" if causal else "causal"}:
@@ -251,7 +254,8 @@ def config_value(module: nn.Module, name: str, default: object = None) -> object
     # At every access a config of Transformers looks for other names, and for values of each layer, which takes
     # microseconds. Every layer comes here for every token: where the config has neither, its fields are read directly.
     if config is not None and not torch.compiler.is_compiling():
-        kind, fields = type(config), object.__getattribute__(config, "__dict__")
+        kind = type(config)
+        fields = object.__getattribute__(config, "__dict__")
         if fields.get("_heterogeneity_spec") is None and name not in getattr(kind, "attribute_map", ()):
             if name in fields:
                 return fields[name]
@@ -274,7 +278,8 @@ def _first_size(values: Iterable[object]) -> int | None:
 
 def _span(module: nn.Module, model: nn.Module) -> str:
     """Return "full", or what part of the sequence a module attends to, in the model that makes its masks."""
-    types, index = config_value(module, "layer_types"), layer_index(module)
+    types = config_value(module, "layer_types")
+    index = layer_index(module)
     if isinstance(types, (list, tuple)) and index is not None and index < len(types):
         return "full" if types[index] == "full_attention" else f"layer type {types[index]!r}"
     window: Any = getattr(module, "sliding_window", ...)

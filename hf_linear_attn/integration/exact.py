@@ -125,7 +125,8 @@ def _running_exactly(modules: list[nn.Module], observer: Observer | None) -> Ite
     contexts = [context for module in modules if (context := layer_context(module)) is not None]
     previous = [(context.runs_exactly, context.observer) for context in contexts]
     for context in contexts:
-        context.runs_exactly, context.observer = True, observer
+        context.runs_exactly = True
+        context.observer = observer
     try:
         yield
     finally:
@@ -158,7 +159,9 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     query, mask = call.query, call.mask
     # The keys of a cache keep the precision that the model had then.
     key, value = (tensor.to(query.dtype) for tensor in (call.key, call.value))
-    causal, implementation, kwargs = call.causal, call.context.exact_implementation, call.kwargs
+    causal = call.causal
+    implementation = call.context.exact_implementation
+    kwargs = call.kwargs
     length, keys = query.shape[2], key.shape[2]
     if mask is not None and mask.dim() == 2:
         seen = 0 if call.context.causal is None else keys - length

@@ -213,7 +213,8 @@ def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: 
             implementation = layer.config._attn_implementation or "eager"
             if not layer.cross and (adapter := adapter_of(layer.module)) is not None:
                 adapter.install(layer.module, parents_of(layer.name, root))
-            causal, declared = None if layer.cross else layer.causal, declared_direction(layer.module)
+            causal = None if layer.cross else layer.causal
+            declared = declared_direction(layer.module)
             context = LayerContext(layer.name, implementation, causal, declared, layer.masks_causal)
             setattr(layer.module, LAYER_CONTEXT, context)
             configs.append(layer.config)

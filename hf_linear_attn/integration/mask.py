@@ -130,7 +130,8 @@ def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():
-        visible, expected = mask > BLOCKED, "0 and a very negative number"
+        visible = mask > BLOCKED
+        expected = "0 and a very negative number"
         is_mask = (~visible | (mask == 0)).all()
     else:
         visible, expected = mask != 0, "0 and 1"

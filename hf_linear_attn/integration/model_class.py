@@ -230,7 +230,8 @@ class LinearAttentionModelMixin:
         cache = self_attention_cache(model_kwargs.values())
         if cache is None:
             return prepared
-        mask, seen = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
+        mask = model_kwargs.get("attention_mask")
+        seen = int(cache.get_seq_length())
         # Transformers drops a mask of ones, of which it remembers the length.
         length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
         if seen and not self.config.is_encoder_decoder and length is not None and length <= seen:
@@ -333,7 +334,8 @@ def install(
     leaves all as it was.
     """
     roots = roots or outermost_models(model)
-    longest, positions = longest_input(model), positions or PositionChange()
+    longest = longest_input(model)
+    positions = positions or PositionChange()
     planned = choose_layers(model, config, roots[0])
     mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
     if not is_loading:
@@ -432,7 +434,8 @@ def own_fields(model: PreTrainedModel) -> Iterator[None]:
 
     Models inside of one another may share their config, which then says what belongs to the outermost one.
     """
-    present, fields = vars(model.config), config_fields(model)
+    present = vars(model.config)
+    fields = config_fields(model)
     before = {name: present[name] for name in fields if name in present}
     present.update(fields)
     try:

@@ -315,7 +315,8 @@ def _check_packed_inputs(module: nn.Module, context: ModelContext, inputs: dict[
 
 def _boundaries_from_positions(module: nn.Module, context: ModelContext, inputs: dict[str, Any]) -> Tensor | None:
     """Return the boundaries of the documents that positions describe; None where each row is one document."""
-    positions, tokens = inputs.get("position_ids"), _tokens(inputs)
+    positions = inputs.get("position_ids")
+    tokens = _tokens(inputs)
     if not isinstance(positions, Tensor) or inputs.get("attention_mask") is not None or tokens is None:
         return None
     if positions.dim() != 2 or positions.shape[1] < 2:
@@ -402,7 +403,8 @@ class Documents:
 
     def group(self, numbers: Sequence[int]) -> Group:
         """Return some of the documents as one padded batch, in this order."""
-        device, sizes = self._tokens.device, [self.lengths[number] for number in numbers]
+        device = self._tokens.device
+        sizes = [self.lengths[number] for number in numbers]
         starts = torch.tensor([self._starts[number] for number in numbers], device=device)[:, None]
         lengths = torch.tensor(sizes, device=device)[:, None]
         column = torch.arange(max(sizes), device=device)

@@ -318,7 +318,8 @@ def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int]
         present: Any = config_value(owner, name)
         added = length - table.limit
         change.limits.append(LimitChange(owner, name, present, present + added, table.limit))
-        before, after = _twin_tensors(owner, name, present), _twin_tensors(owner, name, present + added)
+        before = _twin_tensors(owner, name, present)
+        after = _twin_tensors(owner, name, present + added)
         for path, twin in after.items():
             if path in before and before[path].shape == twin.shape:
                 continue
@@ -396,7 +397,8 @@ def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: 
         columns = torch.arange(size, device=keys.device)
         for pairs in (columns.view(2, -1), columns.view(-1, 2).T):  # half a width apart, side by side
             for first, second in (pairs, pairs + width - size):
-                rotated, candidate = keys.clone(), keys.new_zeros(width)
+                rotated = keys.clone()
+                candidate = keys.new_zeros(width)
                 rotated[..., first] = keys[..., first] * cos - keys[..., second] * sin
                 rotated[..., second] = keys[..., second] * cos + keys[..., first] * sin
                 candidate[first] = candidate[second] = frequencies

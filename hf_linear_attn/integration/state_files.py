@@ -110,7 +110,8 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
             f"{str(path)!r} was saved by another model than this {type(model).__name__} ({difference}). Load the model "
             "that read the prompt, or read the prompt again."
         )
-    cache, linear = DynamicCache(config=model.config), _linear_layers(model)
+    cache = DynamicCache(config=model.config)
+    linear = _linear_layers(model)
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     for index, tokens in ((int(key), count) for key, count in json.loads(metadata["tokens"]).items()):
         prefix = f"{index}."
@@ -119,7 +120,9 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
         layer: Any = state_layer(cache, index) if index in linear else cache.layers[index]
         if isinstance(layer, LinearStateLayer):
             layer.lazy_initialization(keys, values)
-            layer.state, layer.tokens, layer.seen = entries, tokens, (tokens, tensors.get("mask"))
+            layer.state = entries
+            layer.tokens = tokens
+            layer.seen = (tokens, tensors.get("mask"))
         else:
             layer.update(keys, values)
             if layer.is_sliding:

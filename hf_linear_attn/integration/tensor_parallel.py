@@ -84,7 +84,8 @@ def tensor_parallel_plan(
             return module
 
     ALL_PARALLEL_STYLES[STYLE] = HeadParallel()
-    completed, mesh = dict(plan), model._device_mesh if (model._tp_size or 1) > 1 else None
+    completed = dict(plan)
+    mesh = model._device_mesh if (model._tp_size or 1) > 1 else None
     for index, (layer, _) in planned.items():
         name = replace_layer_number_by_wildcard(layer.name)
         if any(rule.rpartition(".")[0] == name and style == "colwise" for rule, style in plan.items()):

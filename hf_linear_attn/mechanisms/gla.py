@@ -55,7 +55,9 @@ class GatedLinearAttention(LinearAttention):
         super().__init__(shape, options)
         features = HedgehogOptions(feature_dim=options.feature_dim or shape.head_dim, activation=options.activation)
         self.feature_map: HedgehogFeatureMap = HedgehogFeatureMap(shape, features)
-        size, groups, rank = self.feature_map.num_features, shape.num_key_value_heads, options.gate_rank
+        size = self.feature_map.num_features
+        groups = shape.num_key_value_heads
+        rank = options.gate_rank
         down = gaussian_features(rank, shape.head_dim, seed=shape.layer_index) / shape.head_dim**0.5
         self.gate_down = nn.Parameter(down.T.repeat(groups, 1, 1))
         self.gate_up = constant_parameter(groups, rank, size)

@@ -65,7 +65,8 @@ class RandomFeatureAttention(LinearAttention):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
         if not (self.gated and inputs.causal):
-            maps, size = (self._features, self._features, None), self.options.num_features
+            maps = (self._features, self._features, None)
+            size = self.options.num_features
             call = KernelizedCall(*inputs.finite_tensors(), *maps, size, signed=True, **inputs.settings)
             return kernelized.attend(call)
         gated_call = GatedCall(

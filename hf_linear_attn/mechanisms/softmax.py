@@ -82,7 +82,9 @@ def head_token_bytes(shape: AttentionShape, cache_dtype: CacheDtype) -> int:
 def attend_exactly(inputs: AttentionInputs, cache_dtype: CacheDtype) -> tuple[Tensor, State]:
     """Return exact attention `[B, H, L, e]`, and the state after the new tokens: `exact_key` `[B, G, n, d]`,
     `exact_value` `[B, G, n, e]`, and `exact_mask` `[B, n]` where there is padding."""
-    mask, state, length = inputs.mask, inputs.state or {}, inputs.key.shape[2]
+    mask = inputs.mask
+    state = inputs.state or {}
+    length = inputs.key.shape[2]
     # Padding may hold anything, NaN too.
     key, value = (mask_tokens(tensor, mask) for tensor in (inputs.key, inputs.value))
     query = mask_tokens(inputs.query, None if mask is None else inputs.of_queries(mask))

@@ -302,7 +302,9 @@ class WindowAttention(HybridAttention):
 
     def _inside(self, inputs: AttentionInputs) -> Tensor:
         """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: in its window, and sinks."""
-        sinks, causal, start = self.options.sink_tokens, inputs.causal, inputs.start
+        sinks = self.options.sink_tokens
+        causal = inputs.causal
+        start = inputs.start
         inside = ops.inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal, start)
         return inside | sink_pairs(inputs.visible(), sinks, causal, start) if sinks else inside
 
@@ -311,8 +313,11 @@ class WindowAttention(HybridAttention):
 
         If causal those are the tokens before it.
         """
-        mask, window, sinks = inputs.padding, self.options.window_size, self.options.sink_tokens
-        length, device = inputs.key.shape[2], inputs.key.device
+        mask = inputs.padding
+        window = self.options.window_size
+        sinks = self.options.sink_tokens
+        length = inputs.key.shape[2]
+        device = inputs.key.device
         real = torch.ones(1, length, dtype=torch.long, device=device) if mask is None else mask.long()
         if inputs.causal:
             before = 0 if inputs.state is None else inputs.state["count"].unsqueeze(1)

@@ -83,7 +83,8 @@ def _scaled(call: KernelizedCall) -> bool:
 
 def arguments(call: KernelizedCall) -> tuple[Any, Any, Any]:
     """Return φ(q), φ(k) `[B, L, H, m]` and `[v, 1, 0 …]` `[B, L, H, e']`, in the dtype of value, masked keys zero."""
-    dtype, repeats = call.value.dtype, call.query.shape[1] // call.key.shape[1]
+    dtype = call.value.dtype
+    repeats = call.query.shape[1] // call.key.shape[1]
     queries: Features = call.query_features(call.query.float())
     keys = masked_key_features(call.key_features, call.key, call.mask, torch.float32)
     width = call.value.shape[3]

@@ -86,7 +86,9 @@ class _Keys(NamedTuple):
 
 def run(call: WindowedCall) -> tuple[Tensor, State | None]:
     """Compute a call with at least one token: the output `[B, H, L, e]`, and the state after it (causal)."""
-    length, window, query = call.query.shape[2], call.window, call.query
+    length = call.query.shape[2]
+    window = call.window
+    query = call.query
     if length == 1 and call.state is not None and (token := _step(call)) is not None:
         return token
     if not call.causal:
@@ -199,7 +201,10 @@ def _joined(
     call: Queries, and keys and values of the passes. mask `[B, S]`: which of them are far keys. passes: Queries, their
     keys, and whether both begin at their ends.
     """
-    query, key, value, length = call.query, call.key, call.value, call.query.shape[2]
+    query = call.query
+    key = call.key
+    value = call.value
+    length = call.query.shape[2]
     mix = call.log_mixing_weights()
     after = None
     learning = call.needs_grad()
@@ -267,7 +272,9 @@ def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tenso
     """
     assert call.fused is not None
     scaled = call.fused[0].scaled
-    length, count, device = query.shape[2], keys.key.shape[2], query.device
+    length = query.shape[2]
+    count = keys.key.shape[2]
+    device = query.device
     if keys.blocks is None:
         visible = _visible(keys.code, call.window, call.causal)
         batch, rows, columns = (torch.arange(size, device=device) for size in (query.shape[0], length, count))
@@ -289,7 +296,8 @@ def _near(call: WindowedCall, query: Tensor, keys: _Keys) -> tuple[Tensor, Tenso
 def _exact(call: WindowedCall, query: Tensor, keys: _Keys, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return FlexAttention to the exact keys `[B, H, L, e]`, the log-sum-exp of the logits `[B, H, L]`, and the largest
     one; `gradient`: that has a gradient, too, where the inputs need one."""
-    inputs, mask = (query, keys.key, keys.value), keys.blocks
+    inputs = (query, keys.key, keys.value)
+    mask = keys.blocks
     assert mask is not None
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     guarded = learning, torch.is_inference_mode_enabled(), query.device, query.shape[0] == 1, keys.key.shape[2] <= BLOCK

@@ -166,7 +166,8 @@ def _free_scan(added: KVState, log_decay: Tensor, start: KVState) -> tuple[KVSta
 
     def join(kv_state: KVState, decay: Tensor, rows: int) -> KVState:
         assert kv_state.log_scale is not None
-        scale, total = kv_state.log_scale + decay, kv_state.total
+        scale = kv_state.log_scale + decay
+        total = kv_state.total
         total = total * scale.exp()[..., None, None] if added.log_scale is None else total
         total = total.movedim(2, rows).flatten(rows, rows + 1)
         return KVState(total, None if added.log_scale is None else scale[:, :, 0])

@@ -88,7 +88,9 @@ def causal_blocks(inputs: AttentionInputs, project_key: Tensor, project_value: T
     (query, key, value), mask = inputs.tensors, inputs.mask
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
-    groups, block, slots = key.shape[1], project_key.shape[-1], project_key.shape[1]
+    groups = key.shape[1]
+    block = project_key.shape[-1]
+    slots = project_key.shape[1]
     refuse_free_length(length, "Block-causal low-rank attention")
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
@@ -154,7 +156,8 @@ def _close_blocks(
 ) -> State:
     """Move the finished blocks of each row to its slots; rows may have different numbers of tokens."""
     blocks, block = tokens[0].shape[2:4]
-    slots, device = new_slots[0].shape[2] // blocks, counts.device
+    slots = new_slots[0].shape[2] // blocks
+    device = counts.device
     finished, opened = counts // block, counts % block
     slot_count = past["slot_count"] + finished * slots
     capacity = max(int(slot_count.max()), past["slot_key"].shape[2]) if slot_count.numel() else 0

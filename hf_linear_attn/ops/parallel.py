@@ -107,7 +107,9 @@ def window_before(call: WindowedCall, ranks: Ranks) -> State:
     A process sends the sums over its tokens but the first n and the last w, and these one by one: only a receiver knows
     which of them are sinks and which are in its ring. Padding may be anywhere.
     """
-    key, device, sinks = call.key, call.key.device, call.sinks
+    key = call.key
+    device = call.key.device
+    sinks = call.sinks
     numbers = token_numbers(call.mask, len(key), key.shape[2], device)
     first = torch.arange(1, sinks + 1, device=device)
     last = torch.arange(1 - call.window, 1, device=device)

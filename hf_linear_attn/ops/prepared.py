@@ -244,7 +244,8 @@ class ExactStep:
 
     def __init__(self, inputs: AttentionInputs, state: InPlaceState, heads: list[int]) -> None:
         query, key, value = inputs.tensors
-        repeats, self.length = query.shape[1] // key.shape[1], state["exact_key"].shape[2]
+        repeats = query.shape[1] // key.shape[1]
+        self.length = state["exact_key"].shape[2]
         is_int8 = state["exact_key"].dtype is torch.int8
         self.dtype = torch.int8 if is_int8 else query.dtype
         self.head_index = torch.tensor(heads, dtype=torch.int64, device="cpu")

@@ -125,7 +125,10 @@ def attend_from_sinks(out: Tensor, call: WindowedCall, sinks: Sinks | None) -> T
     """
     if sinks is None:
         return out
-    query, key, value, mask = take_tokens(call.query, sinks.position), call.key, call.value, call.mask
+    query = take_tokens(call.query, sinks.position)
+    key = call.key
+    value = call.value
+    mask = call.mask
     allowed = None
     if mask is not None:
         key, value = mask_tokens(key, mask), mask_tokens(value, mask)

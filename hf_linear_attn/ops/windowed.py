@@ -247,7 +247,8 @@ def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Gathered:
     if mask is None:  # a ring has its padding first already
         gathered = call.replace(key=key, value=value, log_mix=log_mix)
         return Gathered(gathered, valid, None, make_ring(gathered, valid, length))
-    real, missing = valid.long().cumsum(dim=1), (~valid).long().cumsum(dim=1)
+    real = valid.long().cumsum(dim=1)
+    missing = (~valid).long().cumsum(dim=1)
     inverse = torch.where(valid, real + missing[:, -1:], missing) - 1  # where each token goes
     positions = torch.arange(inverse.shape[1], device=inverse.device).expand_as(inverse)
     order = torch.zeros_like(inverse).scatter(1, inverse, positions)
@@ -257,7 +258,8 @@ def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Gathered:
     query = take_tokens(mask_tokens(call.query, mask), rows)
     key, value = take_tokens(key, order), take_tokens(value, order)
     index = (inverse[:, window:] - window).clamp_min(0)
-    gathered, valid = call.replace(query=query, key=key, value=value, log_mix=log_mix), valid.gather(1, order)
+    gathered = call.replace(query=query, key=key, value=value, log_mix=log_mix)
+    valid = valid.gather(1, order)
     return Gathered(gathered, valid, index, make_ring(gathered, valid, length, order[:, length:]))
 
 
@@ -272,7 +274,8 @@ def make_ring(call: WindowedCall, valid: Tensor, start: int, order: Tensor | Non
         if call.state is not None:  # what was rounded once stays as it is
             if order is None:
                 order = torch.arange(start, start + call.window, device=valid.device).expand(valid.shape[0], -1)
-            is_old, index = (order < call.window)[:, None, :, None], order.clamp(max=call.window - 1)
+            is_old = (order < call.window)[:, None, :, None]
+            index = order.clamp(max=call.window - 1)
             for name, tokens in ring.items():
                 old = take_tokens(to_dtype(call.state[name], call.cache_dtype), index)
                 ring[name] = torch.where(is_old, old, tokens)
@@ -327,7 +330,8 @@ def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: in
     """Return the geometry of a block of rows and of as many keys, `width`, from each offset before it on."""
     parts, dtype = [], compute_dtype(call.query)
     index, keys = (torch.arange(length, device=call.query.device) for length in (size, width))
-    repeats, least = call.query.shape[1] // call.key.shape[1], 0 if call.causal else 1 - call.window
+    repeats = call.query.shape[1] // call.key.shape[1]
+    least = 0 if call.causal else 1 - call.window
     terms = None if call.terms is None or not call.terms.has_distances else call.terms
     for offset in offsets:
         near = index.unsqueeze(-1) - keys + offset
@@ -335,7 +339,8 @@ def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: in
         inside = (distance >= least) & (distance < call.window)
         outside = ~inside if not call.causal else distance >= call.window
         bias = torch.zeros(inside.shape, dtype=dtype, device=inside.device).masked_fill(~inside, float("-inf"))
-        nearest, farthest = offset - width + 1, offset + size - 1
+        nearest = offset - width + 1
+        farthest = offset + size - 1
         all_inside = nearest >= least and farthest < call.window
         any_outside = farthest >= call.window or (not call.causal and nearest < least)
         factor, shift = outside.to(dtype), None
@@ -363,7 +368,9 @@ class _BlockedCall:
 
     def __init__(self, call: WindowedCall, valid: Tensor, far: Tensor, sinks: Sinks | None, older: int = 0) -> None:
         batch, heads, length, _ = call.query.shape
-        self.call, self.sinks, self.free = call, sinks, is_free(length)
+        self.call = call
+        self.sinks = sinks
+        self.free = is_free(length)
         slope = None if call.terms is None else call.terms.slope
         self.slope = None if slope is None else slope.to(compute_dtype(call.query))
         size = min(max(call.window, MIN_BLOCK), MAX_BLOCK)
@@ -381,7 +388,8 @@ class _BlockedCall:
         self.key, self.value = pad_keys(call.key), pad_keys(call.value)
         self.valid, self.far = (pad_keys(real[:, None, :, None])[:, 0, :, 0] for real in (valid, far))
         self.masked = call.mask is not None or call.state is not None  # other padding is zero already
-        self.query, log_mix = self.pad_rows(call.query), far_mix(call)
+        self.query = self.pad_rows(call.query)
+        log_mix = far_mix(call)
         self.log_mix = log_mix if log_mix.shape[2] == 1 else self.pad_rows(log_mix.unsqueeze(-1)).squeeze(-1)
         # The neighbours of a free number of blocks are joined: a graph of a few products is traced sooner.
         width = (self.reach + 1 + self.ahead) * self.size if self.free else self.size
@@ -426,7 +434,8 @@ class _BlockedCall:
         # Of a free length these are all blocks, not in the order of tokens.
         tokens = slice(None) if self.free else slice(start * self.size, stop * self.size)
         some = slice(None) if self.free else slice(0, featured * self.size)
-        valid, dtype = self.valid[:, tokens], compute_dtype(self.call.key)
+        valid = self.valid[:, tokens]
+        dtype = compute_dtype(self.call.key)
         select = valid if self.masked else None
         key = mask_tokens(self.key[:, :, tokens].to(dtype), select)
         value = split_blocks(with_ones(mask_tokens(self.value[:, :, tokens].to(dtype), select)), self.size, count)
@@ -449,7 +458,9 @@ class _BlockedCall:
 
     def rows(self, start: int) -> QueryRows:
         """Return the queries of a group as blocks `[n, B, G, R·c, …]`."""
-        call, count, groups = self.call, self.group_size(start), self.call.key.shape[1]
+        call = self.call
+        count = self.group_size(start)
+        groups = self.call.key.shape[1]
         span = slice(None) if self.free else slice(start * self.size, (start + count) * self.size)
         mix = self.log_mix if self.log_mix.shape[2] == 1 else self.log_mix[:, :, span]
         query = self.query[:, :, span]
@@ -466,7 +477,8 @@ class _BlockedCall:
         near = [slice(shift, shift + count) for shift in range(self.reach + 1 + self.ahead)]
         if self.free:
             keys, near = keys.joined(near), [slice(None)]
-        terms, parts = self.call.terms, zip(near, self.parts, strict=True)
+        terms = self.call.terms
+        parts = zip(near, self.parts, strict=True)
         pairs = [(keys.columns(rows, now, part, terms), keys.value[now]) for now, part in parts]
         if terms is not None and terms.relative is not None:
             pairs = self._with_distances(rows, keys, near, pairs)
@@ -519,7 +531,8 @@ class _BlockedCall:
 
 def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall) -> tuple[Columns, Tensor]:
     """Return the sinks as columns of blocks of rows, which begin at row `first`, and their values `[v, 1]`."""
-    count, repeats = rows.query.shape[0], call.query.shape[1] // call.key.shape[1]
+    count = rows.query.shape[0]
+    repeats = call.query.shape[1] // call.key.shape[1]
     size = rows.query.shape[3] // repeats
     device = sinks.key.device
     numbers = torch.arange(count, device=device)[:, None] * size + torch.arange(size, device=device) + first
@@ -558,7 +571,8 @@ def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
     if sinks is not None:
         far = far & (position > sinks.position[:, -1:])
     blocked = _BlockedCall(inputs, valid, far, sinks, older=window)
-    carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
+    carried = blocked.nothing if call.state is None else KVState.from_state(call.state)
+    parts = []
     slope = blocked.slope
     if slope is not None and call.state is not None and call.mask is not None:  # whose padding comes first
         carried = carried.decayed((~call.mask).sum(dim=1, keepdim=True) * slope)
@@ -588,7 +602,8 @@ def windowed_bidirectional(call: WindowedCall, sinks: Sinks | None) -> Tensor:
         far = far & ~(sinks.position.unsqueeze(-1) == positions).any(dim=1)
     masked = with_term_features(call.replace(query=mask_tokens(call.query, call.mask)))
     blocked = _BlockedCall(masked, valid, far, sinks)
-    carried, parts = blocked.nothing if call.state is None else KVState.from_state(call.state), []
+    carried = blocked.nothing if call.state is None else KVState.from_state(call.state)
+    parts = []
     for start, later in zip(blocked.starts, blocked.later_states(), strict=True):
         keys = blocked.keys(start)
         before, carried = keys.kv_state.at(slice(0, blocked.group_size(start))).running(carried)
@@ -714,7 +729,10 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         start: The position of the first query (None: the queries are the last of the keys).
     """
     call = with_term_features(call)
-    query, key, log_mix, terms = call.query, call.key, far_mix(call), call.terms
+    query = call.query
+    key = call.key
+    log_mix = far_mix(call)
+    terms = call.terms
     batch, groups = key.shape[:2]
     rows = make_query_rows(query, call.query_features, groups, call.scaling, log_mix)
     rows = QueryRows(rows.query.flatten(2, 3), rows.features.apply(lambda x: x.flatten(2, 3)))
@@ -725,7 +743,8 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         flags.expand(batch, query.shape[1], -1, -1).unflatten(1, (groups, -1)).flatten(2, 3)
         for flags in (inside & allowed, ~inside & allowed)
     )
-    logits, outside = capped_products(rows.query, functional.pad(key, (0, 1)), terms), outside.to(key.dtype)
+    logits = capped_products(rows.query, functional.pad(key, (0, 1)), terms)
+    outside = outside.to(key.dtype)
     features = call.key_features(key)
     if terms is not None and terms.has_distances:
         distance = distances(query.shape[2], key.shape[2], start, key.device)
@@ -737,7 +756,8 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         logits = logits + terms.relative.pairs(rows.query[..., :-1], key, distance)
         behind = features._replace(values=one_side(features.values, 1))
         other = Columns(torch.full_like(logits, float("-inf")), behind, outside * (distance < 0))
-        outside, features = outside * (distance > 0), features._replace(values=one_side(features.values, 0))
+        outside = outside * (distance > 0)
+        features = features._replace(values=one_side(features.values, 0))
     if terms is not None and terms.slope is not None and features.log_scale is not None:
         places = torch.arange(key.shape[2], device=key.device)
         features = features._replace(log_scale=features.log_scale + terms.slope[:, None].to(key.dtype) * places)

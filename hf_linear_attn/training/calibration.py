@@ -220,7 +220,8 @@ def _spread_positions(batches: list[Batch], limit: int) -> list[Batch]:
     """
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     repeated = batches * max(-(-limit // tokens), 1)
-    last, row = max(sum(len(batch["input_ids"]) for batch in repeated) - 1, 1), 0
+    last = max(sum(len(batch["input_ids"]) for batch in repeated) - 1, 1)
+    row = 0
     moved: list[Batch] = []
     for batch in repeated:
         ids = batch["input_ids"]
@@ -361,12 +362,15 @@ class _Layer:
 
     def _count_row(self, call: AttentionCall, row: int, all_keys: Tensor, all_codes: Tensor) -> None:
         for block in self._blocks(call, row):
-            outside, keys = self._outside(block), block.key.shape[2]
+            outside = self._outside(block)
+            keys = block.key.shape[2]
             key, codes = all_keys[:, :, :keys], all_codes[:, :, :keys]
             counted = outside.any(dim=-1)[0, 0]
             query = self._heads(block.query)[:, :, counted].float()
-            outside, allowed = outside[:, :, counted].to(query), block.allowed[:, :, counted]
-            logits, factors = query @ key.transpose(-1, -2) * block.scaling, outside
+            outside = outside[:, :, counted].to(query)
+            allowed = block.allowed[:, :, counted]
+            logits = query @ key.transpose(-1, -2) * block.scaling
+            factors = outside
             sink = torch.full_like(logits[..., :1], float("-inf"))
             if (terms := self._inputs(block).terms) is not None:
                 distance = distances(block.query.shape[2], keys, block.start, key.device)[counted]
@@ -395,7 +399,8 @@ class _Layer:
             return
         every = -(-count // COUNTED_QUERIES)
         exact, implied, inside = (torch.cat(parts, dim=1)[:, ::every] for parts in zip(*self.codes, strict=True))
-        bias, expected = torch.zeros_like(exact[:, 0], requires_grad=True), exact.mean(dim=1)
+        bias = torch.zeros_like(exact[:, 0], requires_grad=True)
+        expected = exact.mean(dim=1)
         optimizer = torch.optim.LBFGS([bias], max_iter=BIAS_STEPS, line_search_fn="strong_wolfe")
 
         def divergence() -> Tensor:
@@ -408,12 +413,14 @@ class _Layer:
         with torch.enable_grad():
             optimizer.step(divergence)
         bias = bias.detach()
-        shares, logits = exact.sum(dim=2), (implied + bias.unsqueeze(1)).logsumexp(dim=2) - inside
+        shares = exact.sum(dim=2)
+        logits = (implied + bias.unsqueeze(1)).logsumexp(dim=2) - inside
         shift = _shift(logits, shares)
         self.map.weigh(bias + shift.unsqueeze(1))
         if isinstance(self.linear, WindowAttention):
             self._set_mix(torch.zeros_like(self.linear.log_mix))
-        self.exact_shares, self.calibrated = [shares], (logits + shift.unsqueeze(1)).sigmoid()
+        self.exact_shares = [shares]
+        self.calibrated = (logits + shift.unsqueeze(1)).sigmoid()
         self.codes = []
 
     def count_outside(self, call: AttentionCall) -> None:
@@ -453,7 +460,8 @@ class _Layer:
 def _shift(logits: Tensor, exact: Tensor) -> Tensor:
     """Return by how much to shift logits of shares `[H, n]`, so that their means are those of exact shares: `[H]`."""
     expected = exact.mean(dim=1)
-    low, high = torch.full_like(expected, -MIX_RANGE), torch.full_like(expected, MIX_RANGE)
+    low = torch.full_like(expected, -MIX_RANGE)
+    high = torch.full_like(expected, MIX_RANGE)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         above = (logits + middle.unsqueeze(1)).sigmoid().mean(dim=1) > expected

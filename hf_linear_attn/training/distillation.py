@@ -185,7 +185,8 @@ class FinetuningTrainer(ResumableTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of one batch as its share of the loss over all targets of the step (see `Trainer`)."""
-        labels, training = inputs.get("labels"), torch.is_grad_enabled()
+        labels = inputs.get("labels")
+        training = torch.is_grad_enabled()
         self.loss_is_scaled_for_ga = labels is not None
         if labels is None and self.needs_labels:
             raise ValueError(f"The batch has no labels: {type(self).__name__} needs them. Add a column 'labels'.")
@@ -268,7 +269,8 @@ class FinetuningTrainer(ResumableTrainer):
             if not counts.any():
                 raise ValueError("The validation data has no token to predict.")
             assert output.metrics is not None
-            loss, prefix = by_row.sum() / counts.sum(), kwargs.get("metric_key_prefix", "eval")
+            loss = by_row.sum() / counts.sum()
+            prefix = kwargs.get("metric_key_prefix", "eval")
             output.metrics[f"{prefix}_loss"] = float(loss)
             if len(counts) > 1:  # one row does not tell how much rows vary
                 # Of a ratio of sums over rows, of which the last digit may be chance where there are few.
@@ -356,7 +358,8 @@ class DistillationTrainer(FinetuningTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `FinetuningTrainer` does. Meanwhile the teacher has no gradients, dropout or cache."""
-        config, has_head = self.args, self._task_loss is losses.task_loss
+        config = self.args
+        has_head = self._task_loss is losses.task_loss
         if self.teacher is not None:
             self.teacher = shard_frozen_model(self.accelerator, self.teacher)
         elif config.logits_weight or config.hidden_weight or not has_head:
@@ -409,7 +412,8 @@ class DistillationTrainer(FinetuningTrainer):
         if with_hidden:
             if outputs.get("hidden_states") is None or target.get("hidden_states") is None:
                 raise NotImplementedError(f"{type(self.model).__name__} has no hidden_states. Set hidden_weight=0.")
-            states, mask = [state[:, carried:] for state in target.hidden_states], inputs.get("attention_mask")
+            states = [state[:, carried:] for state in target.hidden_states]
+            mask = inputs.get("attention_mask")
             errors = losses.hidden_loss(outputs.hidden_states, states, None if mask is None else mask[:, carried:])
             # Weighted by row, so that the sum does not depend on how the rows are spread over processes.
             parts["hidden"] = (errors * losses.count_targets(labels, shift)).sum()
@@ -419,7 +423,8 @@ class DistillationTrainer(FinetuningTrainer):
     @torch.no_grad()
     def _carried_state(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """Read the first `carried_length` tokens; return the inputs of the others, with the state after them."""
-        length, shape = self.args.carried_length, inputs["input_ids"].shape
+        length = self.args.carried_length
+        shape = inputs["input_ids"].shape
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         by_token = {name: tensor for name, tensor in tensors.items() if tensor.shape[:2] == shape}
         first = {name: value[:, :length] for name, value in by_token.items()}

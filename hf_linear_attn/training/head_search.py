@@ -88,7 +88,8 @@ class ExactHeads:
         if share < 1:
             count = min(count, len(table) - 1)
         if "score" in table:
-            table, first = table.sort_values("score", ascending=False, kind="stable"), round(retrieval_share * count)
+            table = table.sort_values("score", ascending=False, kind="stable")
+            first = round(retrieval_share * count)
         if "gain" in table:
             rest = table[first:].sort_values("gain", ascending=False, kind="stable")
             table = pd.concat([table[:first], rest])
@@ -161,7 +162,8 @@ def find_retrieval_heads(
     layers = {id(module): layer for layer, module in patched_modules(probed).items()}
     totals: dict[int, Any] = dict.fromkeys(layers.values(), 0.0)
     for number in range(prompts):
-        generator, depth = random.Random(f"{seed} {number}"), (number + 0.5) / prompts
+        generator = random.Random(f"{seed} {number}")
+        depth = (number + 0.5) / prompts
         (prompt,) = PROMPT_FUNCTIONS[PROBE_TASK](maker, generator, length, [depth])
         ((start,), (answer,)) = prompt.positions, prompt.references
         count = len(answer)
@@ -252,7 +254,8 @@ def find_exact_heads(
 
 def _gains(heads: GatedHeads, batches: Iterable[Batch]) -> dict[int, Tensor]:
     """Return the gains `[G]` of the heads of each layer (see `find_exact_heads`): one backward pass for each batch."""
-    model, kind = heads.model, heads.model.config.problem_type
+    model = heads.model
+    kind = heads.model.config.problem_type
     gains, measured = dict[int, Tensor](), 0
     with frozen(model):
         for batch in batches:

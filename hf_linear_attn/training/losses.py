@@ -271,7 +271,9 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
             `SAMPLED_QUERIES` queries of a long row (half of them up to `SHORT_ROW` tokens), drawn from this seed: in
             expectation over seeds, loss and gradients are those of all queries. None takes all.
     """
-    mechanism, queries, length = call.mechanism, call.real_queries(), call.query.shape[2]
+    mechanism = call.mechanism
+    queries = call.real_queries()
+    length = call.query.shape[2]
     full = length == call.key.shape[2]
     sampled = mechanism.separable_queries and full
     if kind == "auto":
@@ -288,7 +290,8 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
     total = torch.zeros((), device=call.query.device)
     for row, (start, stop, factor) in itertools.product(range(0, len(queries), size), ranges):
         index = slice(row, row + size)
-        block, rows = query_block(call, index, start, stop), queries[index, :, start:stop]
+        block = query_block(call, index, start, stop)
+        rows = queries[index, :, start:stop]
         with torch.set_grad_enabled(backward):
             part = loss(block, rows) * (factor if kind == "outputs" else factor * rows.sum() / count)
             if backward:  # The graph of the block is freed at once.
@@ -309,10 +312,12 @@ def query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int, 
     generator = torch.Generator().manual_seed(seed)
     drawn = SAMPLED_QUERIES // 2 if length <= SHORT_ROW else SAMPLED_QUERIES
     size = RUN_LENGTH if call.causal else drawn
-    runs, parts = -(-length // size), max(drawn // size, 1)
+    runs = -(-length // size)
+    parts = max(drawn // size, 1)
     ranges = []
     for part in range(parts):
-        first, last = part * runs // parts, (part + 1) * runs // parts
+        first = part * runs // parts
+        last = (part + 1) * runs // parts
         start = size * int(torch.randint(first, last, (), generator=generator, device="cpu"))
         ranges.append((start, min(start + size, length), last - first))
     return ranges

@@ -142,7 +142,8 @@ def mixed_seed(*numbers: int) -> int:
 @contextmanager
 def local_seed(seed: int) -> Iterator[None]:
     """Context manager that seeds Python's, NumPy's and torch's generators on the CPU, and restores their states."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -376,13 +377,18 @@ class ResumableTrainer(Trainer):
         return super()._get_output_dir(trial) if self._partial_folder is None else str(self._partial_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        pushes, partial = self.args.push_to_hub, folder / f".{name}.part"
-        self._partial_folder, self.args.push_to_hub = partial, False  # It is pushed once it has its name.
+        folder = Path(self._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        pushes = self.args.push_to_hub
+        partial = folder / f".{name}.part"
+        # It is pushed once it has its name.
+        self._partial_folder = partial
+        self.args.push_to_hub = False
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._partial_folder, self.args.push_to_hub = None, pushes
+            self._partial_folder = None
+            self.args.push_to_hub = pushes
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder / name)  # and not where it was written
         self.accelerator.wait_for_everyone()

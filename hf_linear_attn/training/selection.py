@@ -112,7 +112,8 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
             deviation = float(difference.std()) if len(difference) > 1 else math.nan
             return float(difference.mean()), deviation / math.sqrt(len(difference))
 
-        everything, nothing = frozenset(weights), frozenset[int]()
+        everything = frozenset(weights)
+        nothing = frozenset[int]()
         if not math.isfinite(float(losses_with(nothing).mean())):
             raise ValueError(
                 "The loss of the model is not finite with all linear parts closed. Give batches with two real tokens "

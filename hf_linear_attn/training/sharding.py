@@ -43,7 +43,8 @@ def _requested_sharding() -> str | None:
 
 def check_launch(process: PartialState | Accelerator) -> None:
     """Raise a ValueError unless the processes know of each other, and sharding, where it is configured, has GPUs."""
-    requested, launched = _requested_sharding(), int(os.environ.get("WORLD_SIZE", "1"))
+    requested = _requested_sharding()
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
     unconnected = process.num_processes < launched
     if requested is not None and (unconnected or process.distributed_type.value in ("NO", "MULTI_CPU")):
         remedy = "Where there are GPUs, do not ask for the CPU; else use torchrun, and no configuration of accelerate."

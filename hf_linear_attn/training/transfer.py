@@ -231,7 +231,8 @@ class _Run:
         self.parameters = self.objective.parameters
         self.optimizer = self.objective.optimizer(self.options.learning_rate)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.result, self.best = TransferResult(), list[Tensor]()
+        self.result = TransferResult()
+        self.best = list[Tensor]()
         distributed = torch.distributed.is_initialized()
         self.is_main_process = not distributed or torch.distributed.get_rank() == 0
         #: What a run must have in common with the one that it goes on with.
@@ -243,7 +244,9 @@ class _Run:
 
     def train(self, checkpoint: Path | None) -> TransferResult:
         """Train to the end, from the checkpoint if there is one, and leave the best parameters in the model."""
-        steps, result, watch = self.options.max_steps, self.result, SignalWatch()
+        steps = self.options.max_steps
+        result = self.result
+        watch = SignalWatch()
         if checkpoint is not None and checkpoint.is_file():
             self._load(checkpoint)
         elif self.held_out:
@@ -297,7 +300,8 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Evaluate on the validation batches, each by its tokens; keep the parameters if they are the best so far."""
-        result, total = self.result, torch.zeros(2, dtype=torch.float64, device=self.parameters[0].device)
+        result = self.result
+        total = torch.zeros(2, dtype=torch.float64, device=self.parameters[0].device)
         for batch in self.held_out:
             loss = self._loss(batch).double().mean()
             total += torch.stack([loss, torch.ones_like(loss)]) * self.objective.tokens
@@ -316,7 +320,8 @@ class _Run:
             self.log({"step": self.result.steps, **values})
 
     def _is_out_of_patience(self) -> bool:
-        patience, best = self.options.patience, self.result.best_step or 0
+        patience = self.options.patience
+        best = self.result.best_step or 0
         return patience is not None and sum(step > best for step, _ in self.result.evaluations) >= patience
 
     def _save_if_due(self, checkpoint: Path, watch: SignalWatch) -> None:
@@ -424,7 +429,8 @@ class AttentionTransferLoss:
             finally:
                 reshard(self.model)
                 for parameter, value in zip(self.parameters, initial, strict=True):
-                    parameter.grad, parameter.data = None, parameter.data.to(value.dtype)
+                    parameter.grad = None
+                    parameter.data = parameter.data.to(value.dtype)
 
     def __call__(self, batch: Batch, step: int | None = None) -> Tensor:
         """Return the loss of each layer, `[layers]`, and with a step (from 1) add gradients to the learned parts.
@@ -492,7 +498,8 @@ def exact_length(model: nn.Module) -> int:
 def longest_row(batch: Batch) -> int:
     """Return the tokens of the longest row of a batch, of the encoder or the decoder; `sys.maxsize` for images, whose
     tokens only the model knows."""
-    decoded, mask = batch.get("decoder_input_ids", batch.get("labels")), batch.get("attention_mask")
+    decoded = batch.get("decoder_input_ids", batch.get("labels"))
+    mask = batch.get("attention_mask")
     is_sequence = isinstance(decoded, Tensor) and decoded.dim() == 2 and not decoded.is_floating_point()
     # Labels of a model that is a decoder only are no longer than its inputs.
     least = int((decoded != IGNORED).sum(1).max()) if is_sequence else 0

@@ -106,7 +106,8 @@ class LineProgress(Progress):
     def __init__(self, console: Any = None, *, shown: bool = True) -> None:
         from rich.console import Console
 
-        self.console, self.shown = console or Console(stderr=True), shown
+        self.console = console or Console(stderr=True)
+        self.shown = shown
         self.doing = "between two stages"  # what an interruption would interrupt
         self._last = time.monotonic()
 

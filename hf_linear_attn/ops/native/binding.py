@@ -308,7 +308,9 @@ class _Kernel(torch.autograd.Function):
         outputs = {"out": output(inputs), **{name: empty(*inputs["query"].shape[:3]) for name in saved}}
         run(kernel, inputs, outputs, numbers)
         ctx.save_for_backward(*tensors, *outputs.values())
-        ctx.kernel, ctx.names, ctx.numbers = kernel, (*names, *outputs), numbers
+        ctx.kernel = kernel
+        ctx.names = (*names, *outputs)
+        ctx.numbers = numbers
         return outputs["out"]
 
     @staticmethod

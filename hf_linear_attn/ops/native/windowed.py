@@ -36,7 +36,10 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if mix is not None and mix.saturation is not None:
         log_mix = call.log_mixing_weights().float() + log_mix - mix.base
         del learned["mix_weight"]
-    length, mask, valid, query_index = call.query.shape[2], call.mask, None, None
+    length = call.query.shape[2]
+    mask = call.mask
+    valid = None
+    query_index = None
     if not length:
         return empty(*call.query.shape[:3], call.value.shape[3], dtype=call.value.dtype), call.state
     sinks, first = first_tokens(call) if call.causal else (None, {})
