@@ -156,52 +156,70 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     adapter = adapter_of(call.module)
     if adapter is not None and adapter.outside:
         return _outside_output(call)
-    query, mask = call.query, call.mask
+    query = call.query
     # The keys of a cache keep the precision that the model had then.
     key, value = (tensor.to(query.dtype) for tensor in (call.key, call.value))
-    causal = call.causal
-    implementation = call.context.exact_implementation
+    length = query.shape[2]
+    keys = key.shape[2]
+    implementation = _implementation(call)
+    mask = _exact_mask(call, implementation)
     kwargs = call.kwargs
-    length, keys = query.shape[2], key.shape[2]
-    if mask is not None and mask.dim() == 2:
-        seen = 0 if call.context.causal is None else keys - length
-        check_length(mask, seen, keys - seen)
-    is_4d = mask is not None and mask.dim() == 4
-    takes_padding = "flash" in implementation and not is_4d
-    if "flash" in implementation and is_4d:  # the pattern of a window, say, which flash attention does not take
-        capped = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
-        implementation = "eager" if capped else "sdpa"
-    is_additive = implementation != "sdpa" and not takes_padding
-    if takes_padding or is_4d:
-        full: Tensor | None = mask
-    elif call.context.causal and length > 1 and (mask is not None or length != keys or is_additive):
-        full = call.visible()
-    else:
-        full = None if mask is None else mask[:, None, None, :].expand(-1, 1, length, -1)
-    if full is not None and not full.is_floating_point():
-        full = full.bool()
-    if is_additive and full is not None:
-        if full.dtype == torch.bool:
-            full = query.new_zeros(full.shape).masked_fill(~full, torch.finfo(query.dtype).min)
-        full = full.expand(query.shape[0], -1, -1, -1)
     if call.terms is not None and call.terms.bias is not None:
         distance = distances(length, keys, None, query.device)
         kwargs = {**kwargs, "position_bias": call.terms.by_distance(distance).unsqueeze(0)}
-    function: Any = (
-        eager_function(call.module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-    )
     is_causal = call.is_causal
-    if is_causal is None and full is None and causal != causal_flag(call.module, True):
-        is_causal = causal  # The exact function would go by the module's flag.
+    if is_causal is None and mask is None and call.causal != causal_flag(call.module, True):
+        is_causal = call.causal  # The exact function would go by the module's flag.
     if is_causal is not None and implementation != "eager":
         kwargs = {**kwargs, "is_causal": is_causal}
+    is_eager = implementation == "eager"
+    function: Any = eager_function(call.module) if is_eager else ALL_ATTENTION_FUNCTIONS[implementation]
     module = _as_before(call.module, implementation) if "flash" in implementation else call.module
-    out, weights = function(module, query, key, value, full, dropout=call.dropout, scaling=call.scaling, **kwargs)
+    out, weights = function(module, query, key, value, mask, dropout=call.dropout, scaling=call.scaling, **kwargs)
     if weights is None and attention_weights_requested(kwargs):
         visible = full_mask_to_bool(call.visible())
         inputs = AttentionInputs(query, key, value, call.scaling, call.causal, visible, terms=call.terms)
         weights = exact_weights(inputs).to(value.dtype)
     return out, weights
+
+
+def _implementation(call: InterfaceCall) -> str:
+    """Return the model's former implementation, or another one for masks that it does not take."""
+    implementation = call.context.exact_implementation
+    has_full_mask = call.mask is not None and call.mask.dim() == 4
+    if not has_full_mask or "flash" not in implementation:
+        return implementation
+    # Flash attention takes padding only, no pattern of a window, say.
+    has_terms = any(call.kwargs.get(name) is not None for name in ("softcap", "s_aux"))
+    return "eager" if has_terms else "sdpa"
+
+
+def _exact_mask(call: InterfaceCall, implementation: str) -> Tensor | None:
+    """Return the mask of a call in the form that an implementation expects; None where it needs none."""
+    mask = call.mask
+    length = call.query.shape[2]
+    keys = call.key.shape[2]
+    if mask is not None and mask.dim() == 2:
+        seen = 0 if call.context.causal is None else keys - length
+        check_length(mask, seen, keys - seen)
+    takes_padding = "flash" in implementation
+    is_additive = implementation != "sdpa" and not takes_padding
+    if takes_padding or (mask is not None and mask.dim() == 4):
+        full = mask
+    elif call.context.causal and length > 1 and (mask is not None or length != keys or is_additive):
+        full = call.visible()
+    else:
+        full = None if mask is None else mask[:, None, None, :].expand(-1, 1, length, -1)
+    if full is None:
+        return None
+    if not full.is_floating_point():
+        full = full.bool()
+    if not is_additive:
+        return full
+    if full.dtype == torch.bool:
+        query = call.query
+        full = query.new_zeros(full.shape).masked_fill(~full, torch.finfo(query.dtype).min)
+    return full.expand(call.query.shape[0], -1, -1, -1)
 
 
 def _outside_output(call: InterfaceCall) -> tuple[Tensor, Tensor]:
