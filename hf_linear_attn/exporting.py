@@ -97,17 +97,36 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
 
 def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None]:
     """Return Transformers' `ExportedModel`, and how far an encoder's outputs are from the model's, relatively."""
-    import torch
     from torch.export import Dim
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-    from .integration.install import installed_layers
     from .integration.positions import length_limit
 
+    _check_exportable(model, format)
     # Of torch.onnx's optimisations one rewrite rule takes longer than all else: it goes through the graph once a node.
     onnx = OnnxExporter(), partial(OnnxConfig, optimize=False)
     exporter, settings = onnx if format == "onnx" else (DynamoExporter(), DynamoConfig)
+    limit = length_limit(model)
+    inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
+    if model.can_generate():
+        try:
+            return simplified(exporter.export_for_generation(model, inputs, settings(dynamic=True))), None
+        except RuntimeError as error:  # which names the graph only
+            if isinstance(error.__cause__, NotImplementedError):
+                raise error.__cause__ from None
+            raise
+    sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
+    exported = simplified(exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes))))
+    return exported, _difference(model, exported, limit)
+
+
+def _check_exportable(model: PreTrainedModel, format: str) -> None:
+    """Raise a NotImplementedError on a model that cannot be exported to a format."""
+    import torch
+
+    from .integration.install import installed_layers
+
     if model.config.is_encoder_decoder:
         raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")
     stores_int8 = any(layer.stores_int8 for layer in installed_layers(model).values())
@@ -124,17 +143,15 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     if reason is not None:
         name = str(model.dtype).removeprefix("torch.")
         raise NotImplementedError(f"This model cannot be exported in {name}: {reason}. Export with dtype='float32'.")
-    limit = length_limit(model)
-    inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
-    if model.can_generate():
-        try:
-            return simplified(exporter.export_for_generation(model, inputs, settings(dynamic=True))), None
-        except RuntimeError as error:  # which names the graph only
-            if isinstance(error.__cause__, NotImplementedError):
-                raise error.__cause__ from None
-            raise
-    sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
-    exported = simplified(exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes))))
+
+
+def _difference(model: PreTrainedModel, exported: Any, limit: int | None) -> float:
+    """Return the largest difference of an encoder's graph from the model, relative to the largest of its outputs.
+
+    A RuntimeError where it is more than rounding. `limit` is the longest input in tokens.
+    """
+    import torch
+
     worst = 0.0
     for lengths in CHECKED_LENGTHS:
         inputs = padded_inputs(model, [min(length, limit or length) for length in lengths])
@@ -151,7 +168,7 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
             f"The exported graph's outputs differ from the model's by {worst:.1e} of the largest, more than rounding. "
             "Please report it, with the model's config."
         )
-    return exported, worst
+    return worst
 
 
 def simplified(exported: Any) -> Any:

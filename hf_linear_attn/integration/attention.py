@@ -174,59 +174,77 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
 
 
 def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | None]:
-    """Run the mechanism, from and to the state of the cache if there is one."""
+    """Run the mechanism; return the output `[B, H, L, e]`, and the weights where they are requested."""
     layer: LinearStateLayer | None = forward_context.take_cache_layer()
     weights_requested = attention_weights_requested(call.kwargs) and not forward_context.only_cross_weights
-    tensors = (call.query, call.key, call.value)
     if call.mask is not None and call.mask.dim() == 4:
-        mask: Tensor | None = _check_full_mask(call, mechanism, layer)
+        mask = _check_full_mask(call, mechanism, layer)
+        tensors = (call.query, call.key, call.value)
         inputs = AttentionInputs(*tensors, call.scaling, call.causal, mask, terms=call.terms)
         out = mechanism.dense_forward(inputs)
     else:
-        mask, length = call.mask, call.key.shape[2]
-        if mask is not None:
-            start = 0 if layer is None else layer.tokens
-            check_length(mask, start, length)
-            if layer is not None:
-                layer.check_mask(mask)
-            mask = mask.narrow(1, start, length)
-        state = None if layer is None else layer.state_for(call.query)
-        if weights_requested and state is not None:
+        inputs = _inputs_from_cache(call, layer)
+        if weights_requested and inputs.state is not None:
             raise NotImplementedError(
                 "output_attentions needs all keys, which a recurrent state has summed up. Pass use_cache=False."
             )
-        if layer is not None and not call.causal:  # Some encoders create a cache, which they do not need.
-            layer.skip_tokens(length)
-            layer = None
-        inputs = AttentionInputs(
-            *tensors,
-            call.scaling,
-            call.causal,
-            mask,
-            state,
-            return_state=layer is not None,
-            first_call=call.first_call,
-            ranks=call.context.ranks,
-            terms=call.terms,
-        )
-        out, state_after = mechanism(inputs)
-        if layer is not None:
-
-            def replay(recorded: AttentionInputs) -> State | None:
-                with in_memory(mechanism):
-                    return mechanism(recorded)[1]
-
-            layer.advance(state_after, inputs, replay, in_graph=out.requires_grad)
-            if call.module.training and out.requires_grad and state is None and not torch.compiler.is_compiling():
-                logger.warning_once(  # type: ignore[attr-defined]
-                    "A forward pass in training keeps the state for a later one, and a gradient through it is not "
-                    "fused: pass use_cache=False, which is several times faster."
-                )
+        out, state = mechanism(inputs)
+        if layer is not None and inputs.return_state:
+            _advance(call, mechanism, layer, inputs, out, state)
     if not weights_requested:
         return out, None
     with in_memory(mechanism):  # accelerate has unloaded the weights after the mechanism's own forward.
         weights = mechanism.attention_weights(inputs)
     return out, weights.to(call.value.dtype)
+
+
+def _inputs_from_cache(call: InterfaceCall, layer: LinearStateLayer | None) -> AttentionInputs:
+    """Return what the mechanism receives: the tokens of a call, and the state that its layer of the cache has."""
+    mask, length = call.mask, call.key.shape[2]
+    if mask is not None:
+        start = 0 if layer is None else layer.tokens
+        check_length(mask, start, length)
+        if layer is not None:
+            layer.check_mask(mask)
+        mask = mask.narrow(1, start, length)
+    state = None if layer is None else layer.state_for(call.query)
+    if layer is not None and not call.causal:  # Some encoders create a cache, which they do not need.
+        layer.skip_tokens(length)
+    return AttentionInputs(
+        call.query,
+        call.key,
+        call.value,
+        call.scaling,
+        call.causal,
+        mask,
+        state,
+        return_state=layer is not None and call.causal,
+        first_call=call.first_call,
+        ranks=call.context.ranks,
+        terms=call.terms,
+    )
+
+
+def _advance(
+    call: InterfaceCall,
+    mechanism: Any,
+    layer: LinearStateLayer,
+    inputs: AttentionInputs,
+    out: Tensor,
+    state: State | None,
+) -> None:
+    """Store the state after a call in its layer of the cache."""
+
+    def replay(recorded: AttentionInputs) -> State | None:
+        with in_memory(mechanism):
+            return mechanism(recorded)[1]
+
+    layer.advance(state, inputs, replay, in_graph=out.requires_grad)
+    if call.module.training and out.requires_grad and inputs.state is None and not torch.compiler.is_compiling():
+        logger.warning_once(  # type: ignore[attr-defined]
+            "A forward pass in training keeps the state for a later one, and a gradient through it is not fused: pass "
+            "use_cache=False, which is several times faster."
+        )
 
 
 def _warn_of_adapter(call: InterfaceCall, mechanism: LinearAttention) -> None:
