@@ -115,7 +115,7 @@ def mechanism(name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(heads, groups, dim, value_dim, layer_index=1, max_length=2048, causal=causal)
     options = build_options(entry, small_options(entry.options))
-    module: LinearAttention = entry.factory(shape, options)
+    module: LinearAttention = open_far_part(entry.factory(shape, options))
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape)
     return module

@@ -12,7 +12,7 @@ from hf_linear_attn.integration.cache_argument import cache_argument, output_cac
 from tests.cases import every_pair
 from tests.comparing import logits
 from tests.inputs import padded_batch, token_ids
-from tests.small import patch_small, patched, randomize_learned
+from tests.small import open_far_part, patch_small, patched, randomize_learned
 from tests.tiny_models import BERT, DECODERS, GPT2, LLAMA, tiny_model
 
 
@@ -86,7 +86,8 @@ def test_generation_from_a_file_and_rows_of_their_own(tmp_path):
 
 
 def test_a_generated_cache_of_a_padded_batch(tmp_path):
-    model = hla.patch_model(GPT2.build(), {"default": "window", "0": "softmax"})
+    window = {"attention": "window", "window_size": 4}
+    model = open_far_part(hla.patch_model(GPT2.build(), {"default": window, "0": "softmax"}))
     batch = padded_batch([token_ids(1, 5)[0], token_ids(1, 9)[0]], "left")
     settings = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}

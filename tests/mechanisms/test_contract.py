@@ -23,6 +23,17 @@ def run(module, q, k, v, *, causal, **kwargs):
 
 
 @every_direction()
+def test_the_last_output_depends_on_a_token_outside_of_every_window(name, causal):
+    """A part outside that weighs nothing, as it does in a window at first, would be checked by nothing below."""
+    q, k, v = qkv(33)
+    module, changed = mechanism(name, causal), v.clone()
+    changed[:, :, 5] += 1.0
+    with torch.no_grad():
+        before, after = (run(module, q, k, value, causal=causal)[0][:, :, -1] for value in (v, changed))
+    assert float((after - before).abs().max()) > 1e-5 * float(before.abs().max())
+
+
+@every_direction()
 def test_gradcheck(name, causal):
     module = mechanism(name, causal, heads=2, groups=1, dim=3, value_dim=2).double()
     inputs = [x.double().requires_grad_() for x in qkv(6, batch=1, heads=2, groups=1, dim=3, value_dim=2)]
