@@ -20,7 +20,8 @@ class KernelizedAttention(LinearAttention):
     """`o_i = φ(q_i)ᵀ S / φ(q_i)ᵀ z` with `S = Σ_j φ(k_j) v_jᵀ`, `z = Σ_j φ(k_j)`; causal sums stop at i.
 
     Every registered feature map is available as the mechanism of the same name. Time O(L·m·(d + e)), memory O(L·e)
-    for the output plus a bounded block of features; the state is `[G, m, e + 1]` float32 numbers a stream.
+    for the output plus a bounded block of features; the state is `[G, m, e + 1]` float32 numbers a stream. With the
+    slope m of ALiBi the sums decay by `exp(-m)` a token.
     """
 
     context_parallel = frozenset({True, False})
@@ -32,13 +33,13 @@ class KernelizedAttention(LinearAttention):
         super().__init__(shape, built.options)
         self.feature_map: FeatureMap = built
         self.distribution = built.distribution and not built.signed
-        self.served_terms = frozenset({"softcap"} if built.serves_caps else ())
+        self.served_terms = frozenset({"slope", "softcap"} if built.serves_caps else {"slope"})
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         if (step := run_prepared(self, inputs)) is not None:
             return step
         self.begin_forward(inputs)
-        if inputs.terms is not None:  # a cap, which is the map's
+        if inputs.terms is not None and inputs.terms.slope is None:  # a cap, which is the map's
             inputs = replace(inputs, terms=None)
         maps = self.feature_map.functions(inputs.scaling)
         size, signed = self.feature_map.num_features, self.feature_map.signed
@@ -55,6 +56,7 @@ class KernelizedAttention(LinearAttention):
         dtype = compute_dtype(inputs.query)
         query = self.feature_map.query(inputs.query.to(dtype), inputs.scaling)
         key = self.feature_map.key(inputs.key.to(dtype), inputs.scaling)
+        key = key if inputs.terms is None else inputs.terms.placed(key)
         return ops.dense_weights(query, key, inputs.visible(), signed=self.feature_map.signed)
 
 

@@ -105,8 +105,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
     """
     query, key, value, state, signed = call.query, call.key, call.value, call.state, call.signed
     batch, heads, length, _ = query.shape
-    if is_free(length):
-        out, after = gated_causal(_without_decay(call))
+    if is_free(length) or (call.terms is not None and call.terms.slope is not None):
+        out, after = gated_causal(_gated(call))
         return out, after if call.return_state else None
     kv_state = None if state is None else KVState.from_state(state)
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
@@ -135,12 +135,14 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
     return torch.cat(outputs, dim=2), kv_state.state() if call.return_state and kv_state is not None else None
 
 
-def _without_decay(call: KernelizedCall) -> GatedCall:
-    """Return the call as one of a state that does not decay, whose chunks are computed at once."""
+def _gated(call: KernelizedCall) -> GatedCall:
+    """Return the call as one of a state that decays by the slopes of ALiBi, or that does not decay."""
+    slope = None if call.terms is None else call.terms.slope
 
     def key_features(key: Tensor) -> GatedKeys:
         values, log_scale = call.key_features(key)
-        return GatedKeys(values, values.new_zeros(*values.shape[:-1], 1), log_scale)
+        log_decay = values.new_zeros(*values.shape[:-1], 1)
+        return GatedKeys(values, log_decay if slope is None else log_decay - slope[:, None, None], log_scale)
 
     return GatedCall(**{**vars(call), "key_features": key_features, "fused": None})
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import compute_dtype, softmax_rows
+from .common import Features, compute_dtype, softmax_rows
 from .disentangled import Disentangled
 
 #: Queries whose explicit weights are in memory at a time.
@@ -105,6 +105,15 @@ class Terms:
         assert self.bias is not None
         last = self.bias.shape[1] // 2
         return self.bias[:, distance.clamp(-last, last) + last].movedim(0, -3)
+
+    def placed(self, keys: Features) -> Features:
+        """Return the features of all keys with `m j` in their log scales, so that only `-m i` is missing."""
+        if self.slope is None:
+            return keys
+        places = torch.arange(keys.values.shape[2], device=keys.values.device)
+        values, log_scale = keys.scaled()
+        assert log_scale is not None
+        return Features(values, log_scale + self.slope[:, None].to(values.dtype) * places)
 
     def outside(self, distance: Tensor) -> Tensor:
         """Return `exp(b(i - j) - b(∞))`, by which weights outside of a window are multiplied beside `exp(far)`."""

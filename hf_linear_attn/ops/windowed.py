@@ -746,6 +746,7 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
     logits = capped_products(rows.query, functional.pad(key, (0, 1)), terms)
     outside = outside.to(key.dtype)
     features = call.key_features(key)
+    features = features if terms is None else terms.placed(features)
     if terms is not None and terms.has_distances:
         distance = distances(query.shape[2], key.shape[2], start, key.device)
         logits = logits + head_rows(terms.by_distance(distance).to(logits.dtype), groups)
@@ -758,9 +759,6 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         other = Columns(torch.full_like(logits, float("-inf")), behind, outside * (distance < 0))
         outside = outside * (distance > 0)
         features = features._replace(values=one_side(features.values, 0))
-    if terms is not None and terms.slope is not None and features.log_scale is not None:
-        places = torch.arange(key.shape[2], device=key.device)
-        features = features._replace(log_scale=features.log_scale + terms.slope[:, None].to(key.dtype) * places)
     columns = [Columns(logits.masked_fill(~exact, float("-inf")), features, outside)]
     if terms is not None and terms.sink is not None:
         columns.append(_keyless_column(terms.sink, rows, key)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -319,3 +320,120 @@ def test_kernels_say_what_of_terms_they_do_not_apply():
                 pytest.raises(NotImplementedError, match="decoding steps of a model with terms"),
             ):
                 module(token)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# ALiBi
+
+#: BLOOM's steepest head and its flattest one, and two between them.
+SLOPES = (0.84, 0.25, 0.0625, 2.0**-8)
+
+
+def alibi(dtype=torch.float32):
+    return Terms(slope=torch.tensor(SLOPES, dtype=dtype))
+
+
+def slope_bias(queries, keys):
+    """`-m (i - j)` `[H, L, S]`, where the queries are the last of the keys."""
+    places = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    return -torch.tensor(SLOPES, dtype=torch.float64)[:, None, None] * places
+
+
+def features_of(module, query, key):
+    """Features in float64 with their scales multiplied in."""
+    maps = module.feature_map
+    features = [part(x.double(), SCALING) for part, x in ((maps.query, query), (maps.key, key))]
+    return [f.values if f.log_scale is None else f.values * f.log_scale.exp().unsqueeze(-1) for f in features]
+
+
+@pytest.mark.parametrize("name", ["vq", "hedgehog"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_over_9000_tokens_decay_without_loss(name, dtype):
+    """In one pass, in pieces and token by token, against explicit weights in float64 of some queries.
+
+    No exponent in the state grows with the number of tokens.
+    """
+    length, window = 9000, 64
+    options = {"window_size": window, "feature_map": name, "mix_init": 0.0, "saturation": None, "sink_tokens": 2}
+    module = build("window", True, **options).float()
+    qkv = [tensor.detach().to(dtype) for tensor in tensors(length, batch=1)]
+    with torch.no_grad():
+        whole, _ = module(AttentionInputs(*qkv, SCALING, True, terms=alibi()))
+        parts, state = [], None
+        for start, stop in ((0, 5000), (5000, 8990), *((token, token + 1) for token in range(8990, 9000))):
+            piece = [x[:, :, start:stop] for x in qkv]
+            out, state = module(AttentionInputs(*piece, SCALING, True, None, state, return_state=True, terms=alibi()))
+            parts.append(out)
+    pieces = torch.cat(parts, dim=2)
+    assert float(state["log_scale"].abs().max()) < 100
+    for start, stop in ((60, 70), (4995, 5005), (8980, 9000)):
+        query, key, value = qkv[0][:, :, start:stop].double(), *(x[:, :, :stop].double() for x in qkv[1:])
+        double = copy.deepcopy(module).double()
+        expected = naive.windowed_attention(
+            query,
+            key,
+            value,
+            *features_of(double, query, key),
+            naive.visible(None, 1, stop - start, stop, True),
+            window=window,
+            causal=True,
+            scaling=SCALING,
+            log_mix=double.log_mix,
+            relative=name != "vq",
+            sinks=2,
+            bias=slope_bias(stop - start, stop),
+        )
+        for actual in (whole, pieces):
+            comparing.assert_close(actual[:, :, start:stop], expected, dtype)
+
+
+@pytest.mark.parametrize("attention", ["window", "scatterbrain", "elu", "hedgehog", "favor+"])
+def test_padding_anywhere_in_a_prompt_in_pieces_decays_nothing(attention):
+    """Padding before, inside and as a token of its own: its row is that of its real tokens alone."""
+    options = {"window_size": WINDOW} if attention in ("window", "scatterbrain") else {}
+    if attention == "window":
+        options |= {"mix_init": 0.3, "saturation": None, "sink_tokens": 2}
+    module, qkv, mask = build(attention, True, **options), tensors(70), torch.ones(2, 70, dtype=torch.bool)
+    mask[1, [*range(9), *range(30, 36), 60, 61]] = False
+    terms, parts, state = alibi(torch.float64), [], None
+    with torch.no_grad():
+        for start, stop in ((0, 20), (20, 58), (58, 60), (60, 61), (61, 62), (62, 63), (63, 70)):
+            piece = [x[:, :, start:stop] for x in qkv]
+            inputs = AttentionInputs(*piece, SCALING, True, mask[:, start:stop], state, return_state=True, terms=terms)
+            out, state = module(inputs)
+            parts.append(out)
+        out = torch.cat(parts, dim=2)
+        for row in range(2):
+            alone = [x[row : row + 1, :, mask[row]] for x in qkv]
+            expected, _ = module(AttentionInputs(*alone, SCALING, True, terms=terms))
+            assert_close(out[row : row + 1, :, mask[row]], expected)
+
+
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "taylor", "vq"])
+def test_kernelized_sums_that_decay_are_the_definition_with_all_gradients(name):
+    length, module = 90, build(name, True)
+    terms = Terms(slope=torch.tensor(SLOPES, dtype=torch.float64, requires_grad=True))
+    query, key, value = qkv = tensors(length)
+    places = torch.arange(length)
+    maps = module.feature_map.functions(SCALING)
+    features = [part(x) for part, x in zip(maps[:2], (query, key), strict=True)]
+    queries, keys = features[0].values, features[1].values
+    if features[1].log_scale is not None:
+        keys = keys * features[1].log_scale.exp().unsqueeze(-1)
+    weights = queries @ keys.transpose(-1, -2) * (-terms.slope[:, None, None] * (places[:, None] - places)).exp()
+    weights = weights.tril()
+    expected = weights / weights.sum(dim=-1, keepdim=True) @ value
+    inputs = AttentionInputs(*qkv, SCALING, True, terms=terms)
+    out, _ = module(inputs)
+    assert_close(out, expected)
+    leaves = [*qkv, terms.slope]
+    wanted = torch.autograd.grad(expected.square().sum(), leaves, retain_graph=True)
+    for actual, right in zip(torch.autograd.grad(out.square().sum(), leaves), wanted, strict=True):
+        assert_close(actual, right, factor=10)
+    assert_close(module.attention_weights(inputs) @ value, expected)
+
+
+def test_alibi_of_an_encoder_is_refused():
+    module = build("window", False, window_size=WINDOW)
+    with pytest.raises(NotImplementedError, match="ALiBi is for decoders"):
+        module(AttentionInputs(*tensors(80), SCALING, False, terms=alibi(torch.float64)))
