@@ -288,7 +288,6 @@ SHAPES: Mapping[str, Callable[[int], Any]] = {
         llama, hidden_size=2048, intermediate_size=8192, num_hidden_layers=1, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=32000,
     ),
-    "DeBERTa-v3-small, 6 layers": partial(deberta, layers=6),
     "DeBERTa-v3-base, 3 layers": partial(deberta, layers=3),
     "T5-small's encoder, 6 layers": partial(t5_encoder, layers=6),
     "MPNet-base, 3 layers": partial(mpnet, layers=3),

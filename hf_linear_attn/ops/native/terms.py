@@ -1,5 +1,6 @@
 """What the kernel of windows takes of the terms of a model's logits: position biases, row by row or by distance."""
 
+import itertools
 import math
 
 import torch
@@ -75,17 +76,17 @@ def _near(relative: Disentangled, query: Tensor, key: Tensor, window: int) -> Te
     queries, keys = relative.near_tables(window)
     width, (batch, heads, length, _) = 2 * window - 1, query.shape
     near = _between_margins(batch, heads, length, width)
-    products = query.new_zeros(batch, length + width - 1, width)  # of keys, with those before and behind the sequence
+    products = query.new_zeros(length + width - 1, width)  # of keys, with those before and behind the sequence
     # Of the key at distance d before row i, number w - 1 + d: one key further has the number before.
-    skewed = products.as_strided((batch, length, width), (products.stride(0), width, width - 1), width - 1)
-    for head in range(heads):
+    skewed = products.as_strided((length, width), (width, width - 1), width - 1)
+    for row, head in itertools.product(range(batch), range(heads)):
         if queries is None:
-            near[:, head] = 0.0
+            near[row, head] = 0.0
         else:
-            torch.matmul(query[:, head], queries[head].float().mT, out=near[:, head])
+            torch.mm(query[row, head], queries[head].float().mT, out=near[row, head])
         if keys is not None:
-            torch.matmul(key[:, head], keys[head].float().mT, out=products[:, window - 1 : length + window - 1])
-            near[:, head] += skewed
+            torch.mm(key[row, head], keys[head].float().mT, out=products[window - 1 : length + window - 1])
+            near[row, head] += skewed
     return near
 
 
