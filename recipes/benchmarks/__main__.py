@@ -28,6 +28,7 @@ BENCHMARKS = {
     "attention": "attention:attention",
     "compiled": "models:compiled",
     "decoding": "decoding:decoding",
+    "embedders": "embedders:embedders",
     "encoder-start": "conversion:encoder_start",
     "fidelity": "conversion:fidelity",
     "glue": "conversion:glue",

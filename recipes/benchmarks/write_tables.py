@@ -476,6 +476,23 @@ def _score(group: pd.DataFrame, name: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Serving
+
+
+def serving_table() -> str:
+    """A server of a converted model beside those of the exact one: answers a minute, and the second turn of a chat."""
+    results = Results.read("serving.json")
+    lines = []
+    for server, group in results.rows.groupby("server", sort=False):
+        answers, turns = group[group["part"] == "answers"], group[group["part"] == "second turn"]
+        line = {"server": server, "answers a minute": f"{answers['answers_a_minute'].iloc[0]:.1f}"}
+        for tokens, seconds in zip(turns["tokens"], turns["seconds_to_first_token"], strict=True):
+            line[f"first token of a second turn after {tokens:,} tokens"] = f"{seconds:.2f} s"
+        lines.append(line)
+    return f"{results.machine}.\n\n{to_markdown(pd.DataFrame(lines))}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Mechanisms, reports of the commands, and tests
 
 
@@ -533,6 +550,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "short-inputs": short_inputs_table,
     "tokens": tokens_table,
     "sentence-encoder": sentence_encoder_tables,
+    "serving": serving_table,
     "smollm2": partial(smollm2_table, SMOLLM2_ROWS, ("variant", "perplexity", "recall")),
     "smollm2-controls": smollm2_table,
     "transfer-cost": transfer_cost_tables,
