@@ -191,6 +191,27 @@ def tokens_table() -> str:
     return f"{results.machine}.\n\n{to_markdown(grid(cells, rows, ['attention', 'batch'], 'length', '{:,} tokens'))}"
 
 
+def terms_table(path: str = "models-terms.json") -> str:
+    """Models with terms in their logits: the speedup of `window` of the highest possible one, and its peak memory."""
+    results = Results.read(path)
+    cells = results.rows.set_index(["model", "length", "attention"])
+    rows = results.rows.drop_duplicates(["model", "length"])[["model", "length"]]
+    seconds, peaks = cells["seconds.median"].unstack(), cells["bytes"].unstack()
+    speedups, memory, shares = {}, {}, {}
+    for key in map(tuple, rows.to_numpy()):
+        window, exact, free = (seconds.loc[key].get(name, float("nan")) for name in ("window", SDPA, FREE))
+        shares[key] = f"{free / window:.2f}"
+        has_exact = not pd.isna(exact)
+        speedups[key] = f"{exact / window:.2f} of {exact / free:.2f}" if has_exact else EMPTY
+        memory[key] = f"{peaks.loc[key, 'window'] / peaks.loc[key, SDPA]:.2f}" if has_exact else EMPTY
+    parts = [f"{results.machine}. Exact attention is measured up to {results.settings['longest_exact']:,} tokens."]
+    titles = ("Speedup of `window`, of the highest possible one", "Time without attention over that of `window`")
+    for title, values in zip((*titles, "Peak memory over exact"), (speedups, shares, memory), strict=True):
+        table = grid(pd.Series(list(values.values())), rows, ["model"], "length", "{:,} tokens")
+        parts += [f"**{title}**", to_markdown(table.fillna(EMPTY))]
+    return "\n\n".join(parts)
+
+
 def compiled_table() -> str:
     """Eager and compiled time of a forward pass and of a token, exact and linear."""
     results = Results.read("compiled.json")
@@ -548,6 +569,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": partial(rivals_table, "rivals", RIVALS),
     "rivals-short": partial(rivals_table, "rivals", RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,
+    "terms-speed": terms_table,
+    "terms-decoders": partial(terms_table, "models-terms-decoders.json"),
     "tokens": tokens_table,
     "sentence-encoder": sentence_encoder_tables,
     "serving": serving_table,
