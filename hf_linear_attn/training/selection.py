@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
 import pandas as pd
 import torch
@@ -78,57 +78,75 @@ def close_harmful_parts(model: PreTrainedModel, batches: Iterable[Batch]) -> Lin
     inputs = [model_inputs(model, batch) for batch in batches]
     if not inputs:
         raise ValueError("There are no batches to measure on.")
-    modules = patched_modules(model)
-    parts = {index: linear_mechanism(module.linear_attention) for index, module in modules.items()}
-    weights = {
-        layer: part.log_mix
-        for layer, part in parts.items()
-        if isinstance(part, WindowAttention) and not bool(is_closed(part.log_mix).all())
-    }
+    weights = _open_parts(model)
     if not weights:
         return LinearParts(pd.DataFrame(columns=COLUMNS), {})
-    kind = model.config.problem_type
+    everything = frozenset(weights)
+    nothing = frozenset[int]()
     with evaluation_mode(model):
-        exact = [exact_outputs(model, batch) for batch in inputs]
-
-        @cache
-        def losses_with(opened: frozenset[int]) -> Tensor:
-            closed = {layer: log_mix.clone() for layer, log_mix in weights.items() if layer not in opened}
-            try:
-                for layer in closed:
-                    weights[layer].fill_(CLOSED_MIX)
-                by_batch = [
-                    model_losses(model(**batch), batch, expected, kind).double()
-                    for batch, expected in zip(inputs, exact, strict=True)
-                ]
-                return torch.cat(by_batch)
-            finally:
-                for layer, log_mix in closed.items():
-                    weights[layer].copy_(log_mix)
-
-        def excess(opened: frozenset[int], other: frozenset[int]) -> tuple[float, float]:
-            """Return by how much the loss is above another one, and the standard error of the difference."""
-            difference = losses_with(opened) - losses_with(other)
-            deviation = float(difference.std()) if len(difference) > 1 else math.nan
-            return float(difference.mean()), deviation / math.sqrt(len(difference))
-
-        everything = frozenset(weights)
-        nothing = frozenset[int]()
-        if not math.isfinite(float(losses_with(nothing).mean())):
+        losses = _LossesByPart(model, inputs, weights)
+        if not losses.is_finite(nothing):
             raise ValueError(
                 "The loss of the model is not finite with all linear parts closed. Give batches with two real tokens "
                 "or more each, and a model without NaN or infinite weights."
             )
-        worth = {layer: excess(everything - {layer}, everything) for layer in weights}
+        worth = {layer: losses.excess(everything - {layer}, everything) for layer in weights}
         opened = frozenset(layer for layer, (mean, stderr) in worth.items() if not mean < -stderr)
         for other in (everything, nothing):
-            mean, stderr = excess(opened, other)
-            if mean > stderr or not math.isfinite(float(losses_with(opened).mean())):
+            mean, stderr = losses.excess(opened, other)
+            if mean > stderr or not losses.is_finite(opened):
                 opened = other
         models = {"all open": everything, "all closed": nothing, "kept": opened}
-        losses = {name: float(losses_with(layers).mean()) for name, layers in models.items()}
+        means = {name: float(losses.of(layers).mean()) for name, layers in models.items()}
     for layer, log_mix in weights.items():
         if layer not in opened:
             log_mix.fill_(CLOSED_MIX)
     rows = [(layer, *value, layer in opened) for layer, value in worth.items()]
-    return LinearParts(pd.DataFrame(rows, columns=COLUMNS), losses)
+    return LinearParts(pd.DataFrame(rows, columns=COLUMNS), means)
+
+
+def _open_parts(model: PreTrainedModel) -> dict[int, Tensor]:
+    """Return the log mixing weights of the layers whose window has an open linear part beside it."""
+    weights: dict[int, Tensor] = {}
+    for layer, module in patched_modules(model).items():
+        mechanism = linear_mechanism(module.linear_attention)
+        if isinstance(mechanism, WindowAttention) and not bool(is_closed(mechanism.log_mix).all()):
+            weights[layer] = mechanism.log_mix
+    return weights
+
+
+class _LossesByPart:
+    """The losses of a model on batches, by the layers whose linear parts are open; `weights` are their log mixes."""
+
+    def __init__(self, model: PreTrainedModel, inputs: list[dict[str, Any]], weights: dict[int, Tensor]) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.weights = weights
+        self._exact = [exact_outputs(model, batch) for batch in inputs]
+        self._measured: dict[frozenset[int], Tensor] = {}
+
+    def of(self, opened: frozenset[int]) -> Tensor:
+        """Return the loss of each token or row."""
+        if opened not in self._measured:
+            closed = {layer: log_mix.clone() for layer, log_mix in self.weights.items() if layer not in opened}
+            try:
+                for layer in closed:
+                    self.weights[layer].fill_(CLOSED_MIX)
+                self._measured[opened] = torch.cat(list(map(self._batch_losses, self.inputs, self._exact)))
+            finally:
+                for layer, log_mix in closed.items():
+                    self.weights[layer].copy_(log_mix)
+        return self._measured[opened]
+
+    def _batch_losses(self, batch: dict[str, Any], exact: Any) -> Tensor:
+        return model_losses(self.model(**batch), batch, exact, self.model.config.problem_type).double()
+
+    def is_finite(self, opened: frozenset[int]) -> bool:
+        """Return whether the mean loss is neither infinite nor NaN."""
+        return math.isfinite(float(self.of(opened).mean()))
+
+    def excess(self, opened: frozenset[int], other: frozenset[int]) -> tuple[float, float]:
+        """Return by how much the loss is above another one, and the standard error of the difference."""
+        difference = self.of(opened) - self.of(other)
+        deviation = float(difference.std()) if len(difference) > 1 else math.nan
+        return float(difference.mean()), deviation / math.sqrt(len(difference))
