@@ -200,25 +200,33 @@ class FinetuningTrainer(ResumableTrainer):
             config: Any = self.model.config
             weights["router"] = getattr(config.get_text_config(), "router_aux_loss_coef", 0.0)
         if not training:
-            predictions = self._predictions(outputs, inputs)
-            rows = losses.row_losses(predictions, labels, self._loss_shifts_labels, self._task_loss)
-            by_row, counts = self.accelerator.gather_for_metrics(rows)
-            self._evaluation_totals.append(torch.stack([by_row.double(), counts.double()]).cpu())
-        loss = torch.stack([weights[name] * part.float() for name, part in parts.items()]).sum()
-        total: Any = targets
-        if num_items_in_batch is not None:  # counted by the Trainer, which counts each number of a row
-            total = torch.as_tensor(num_items_in_batch).flatten()[0]
-            total = total / labels[0].numel() if labels.is_floating_point() else total
-        scale = 1.0 / max(float(total), 1.0)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            scale *= self.accelerator.num_processes // self.get_tp_size()  # gradients are averaged over processes
+            self._count_evaluation(self._predictions(outputs, inputs), labels)
+        scale = self._loss_scale(labels, targets, num_items_in_batch)
         if training and len(parts) > 1:
             if not self._loss_parts:
                 self._step_of_loss_parts = self.state.global_step
             for name, part in parts.items():
                 self._loss_parts[name] = self._loss_parts.get(name, 0.0) + part.detach().float() * scale
-        loss = loss * scale
+        loss = torch.stack([weights[name] * part.float() for name, part in parts.items()]).sum() * scale
         return (loss, outputs) if return_outputs else loss
+
+    def _count_evaluation(self, predictions: Tensor, labels: Tensor) -> None:
+        """Keep the loss of each row of a batch of an evaluation, and its number of targets, of all processes."""
+        rows = losses.row_losses(predictions, labels, self._loss_shifts_labels, self._task_loss)
+        by_row, counts = self.accelerator.gather_for_metrics(rows)
+        self._evaluation_totals.append(torch.stack([by_row.double(), counts.double()]).cpu())
+
+    def _loss_scale(self, labels: Tensor, targets: Tensor, num_items_in_batch: Any) -> float:
+        """Return the factor of the summed loss of a batch: one over the number of targets of the optimizer step."""
+        if num_items_in_batch is None:
+            return 1.0 / max(float(targets), 1.0)
+        total = torch.as_tensor(num_items_in_batch).flatten()[0]
+        if labels.is_floating_point():  # the Trainer counts each number of a row
+            total = total / labels[0].numel()
+        scale = 1.0 / max(float(total), 1.0)
+        if self.args.average_tokens_across_devices:
+            scale *= self.accelerator.num_processes // self.get_tp_size()  # gradients are averaged over processes
+        return scale
 
     def loss_terms(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> LossTerms:
         """Compute the terms of the loss of one batch: of a step of training where gradients are on."""
