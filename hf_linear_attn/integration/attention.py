@@ -292,7 +292,8 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
     mechanism.check_mask(mask)
     batch, heads, length, _ = call.query.shape
     sizes = (batch, heads, length, call.key.shape[2])
-    if any(size not in (1, own) for size, own in zip(mask.shape[:3], sizes, strict=False)) or mask.shape[3] != sizes[3]:
+    broadcasts = all(size in (1, whole) for size, whole in zip(mask.shape[:3], sizes, strict=False))
+    if not broadcasts or mask.shape[3] != sizes[3]:
         raise ValueError(
             f"The attention mask has shape {tuple(mask.shape)}, and {call.label} attends from {length} tokens to "
             f"{sizes[3]}, in {batch} rows and {heads} heads. Pass a mask {sizes}, with 1 for rows or heads that share "

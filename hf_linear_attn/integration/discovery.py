@@ -268,8 +268,8 @@ def config_value(module: nn.Module, name: str, default: object = None) -> object
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     """Return the first of these attributes that is a size: those of the module before those of its config."""
-    own = (getattr(module, name, None) for name in names)
-    return _first_size(own) or _first_size(config_value(module, name) for name in names)
+    of_module = (getattr(module, name, None) for name in names)
+    return _first_size(of_module) or _first_size(config_value(module, name) for name in names)
 
 
 def _first_size(values: Iterable[object]) -> int | None:

@@ -76,9 +76,11 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         losses = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
         return losses.mean(-1).sum()
-    return _summed(
-        lambda own, expected: functional.cross_entropy(own.float(), expected, reduction="sum"), logits, labels
-    )
+    return _summed(_cross_entropy, logits, labels)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def embedding_loss(embeddings: Tensor, expected: Tensor) -> Tensor:
@@ -108,9 +110,10 @@ def logits_loss(student: Tensor, teacher: Tensor, temperature: float, *, several
     `several_labels`, each logit z is the distribution sigmoid(z), 1 - sigmoid(z), and the mean over them counts.
     """
     if several_labels:
-        own, expected = (torch.stack([torch.zeros_like(part), part], dim=-1) for part in (student, teacher))
-        return logits_loss(own.flatten(0, 1), expected.flatten(0, 1), temperature) / student.shape[-1]
-    return _summed(lambda own, expected: _logits_losses(own, expected, temperature).sum(), student, teacher)
+        count = student.shape[-1]
+        student, teacher = (torch.stack([torch.zeros_like(x), x], dim=-1).flatten(0, 1) for x in (student, teacher))
+        return logits_loss(student, teacher, temperature) / count
+    return _summed(lambda logits, targets: _logits_losses(logits, targets, temperature).sum(), student, teacher)
 
 
 def _summed(loss: Callable[[Tensor, Tensor], Tensor], student: Tensor, expected: Tensor) -> Tensor:
@@ -161,8 +164,8 @@ def model_losses(
     if "logits" not in outputs:
         if "last_hidden_state" not in outputs:
             raise NotImplementedError(f"{type(outputs).__name__} has neither logits nor last_hidden_state to compare.")
-        own, expected = (mean_pooling(part.last_hidden_state, mask) for part in (outputs, exact))
-        return 1 - functional.cosine_similarity(own, expected, dim=-1)
+        embeddings, targets = (mean_pooling(part.last_hidden_state, mask) for part in (outputs, exact))
+        return 1 - functional.cosine_similarity(embeddings, targets, dim=-1)
     output, target = outputs.logits, exact.logits
     if output.dim() == 3:
         real = (torch.ones_like(output[..., 0]) if mask is None else mask).bool()
