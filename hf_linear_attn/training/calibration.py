@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -262,6 +262,17 @@ def _observe(
         finish(layer)
 
 
+class _CodeWeights(NamedTuple):
+    """What some queries give to the codes of a map; everything is relative to the exact normaliser of the query."""
+
+    #: The shares of codes in exact attention `[H, n, m]`.
+    exact: Tensor
+    #: The log weights of codes by the map `[H, n, m]`.
+    implied: Tensor
+    #: The log weights of the exact part `[H, n]`.
+    inside: Tensor
+
+
 class _Layer:
     """A patched layer with what has been counted of its calls."""
 
@@ -278,9 +289,7 @@ class _Layer:
         self.keys: list[Tensor] = []  # `[G, n, d]`
         self.queries: list[Tensor] = []  # `[G, n, d]`
         self.importance: list[Tensor] = []  # of keys, `[G, n]`
-        #: Of drawn queries: the shares of codes in exact attention and their log weights by the map, `[H, n, m]`, and
-        #: the log weights of the exact part, `[H, n]`.
-        self.codes: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.codes: list[_CodeWeights] = []  # of drawn queries
         self.exact_shares: list[Tensor] = []  # `[H, n]`
         self.logits: list[Tensor] = []  # `[H, n]`, of the share of the linear part
         self.calibrated: Tensor | None = None  # `[H, n]`
@@ -350,44 +359,49 @@ class _Layer:
             self.map.fit(keys[:, every], queries, self.damping, importance[:, every])
 
     def count_codes(self, call: AttentionCall) -> None:
-        """Keep what drawn queries give to each code by the map, and add up what it gets in exact attention.
-
-        Everything is relative to the exact normaliser of the query.
-        """
+        """Keep what drawn queries give to each code by the map, and what it gets in exact attention."""
+        repeats = self.linear.shape.num_heads // self.linear.shape.num_key_value_heads
         for row in range(call.query.shape[0]):
             key = self._heads(call.key[row : row + 1]).float()
             codes = self.map.key(key, call.scaling).values
-            repeats = self.linear.shape.num_heads // self.linear.shape.num_key_value_heads
-            self._count_row(call, row, *(part.repeat_interleave(repeats, dim=1) for part in (key, codes)))
+            key, codes = (part.repeat_interleave(repeats, dim=1) for part in (key, codes))
+            for block in self._blocks(call, row):
+                keys = block.key.shape[2]
+                self.codes.append(self._code_weights(block, key[:, :, :keys], codes[:, :, :keys]))
 
-    def _count_row(self, call: AttentionCall, row: int, all_keys: Tensor, all_codes: Tensor) -> None:
-        for block in self._blocks(call, row):
-            outside = self._outside(block)
-            keys = block.key.shape[2]
-            key, codes = all_keys[:, :, :keys], all_codes[:, :, :keys]
-            counted = outside.any(dim=-1)[0, 0]
-            query = self._heads(block.query)[:, :, counted].float()
-            outside = outside[:, :, counted].to(query)
-            allowed = block.allowed[:, :, counted]
-            logits = query @ key.transpose(-1, -2) * block.scaling
-            factors = outside
-            sink = torch.full_like(logits[..., :1], float("-inf"))
-            if (terms := self._inputs(block).terms) is not None:
-                distance = distances(block.query.shape[2], keys, block.start, key.device)[counted]
-                scaled = query * block.scaling
-                logits = terms.applied(logits, distance) + terms.of_pairs(scaled, key, distance)
-                factors = outside * terms.far_factors(scaled, key, distance, self.window_size)
-                sink = sink if terms.sink is None else terms.sink.float()[:, None, None].expand_as(sink)
-            logits = logits.masked_fill(~allowed, float("-inf"))
-            normaliser = torch.cat([logits, sink], dim=-1).logsumexp(dim=-1, keepdim=True)
-            exact = ((logits - normaliser).exp() * outside) @ codes
-            near = torch.cat([logits.masked_fill(outside.bool(), float("-inf")), sink], dim=-1)
-            inside = near.logsumexp(dim=-1) - normaliser.squeeze(-1)
-            features, log_scale = self.map.query(query.double(), call.scaling)  # in float32 the smallest would be zero
-            implied = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser + (factors @ codes).log()
-            if isinstance(self.linear, WindowAttention):
-                implied = implied + self.linear.added_mix(self._inputs(block))[:, :, counted].unsqueeze(-1).float()
-            self.codes.append((exact[0], implied[0], inside[0]))
+    def _code_weights(self, call: AttentionCall, key: Tensor, codes: Tensor) -> _CodeWeights:
+        """Return the weights of codes for queries of one row, given its keys and their codes, `[1, H, S, d | m]`."""
+        outside = self._outside(call)
+        counted = outside.any(dim=-1)[0, 0]
+        outside = outside[:, :, counted].to(key)
+        query = self._heads(call.query)[:, :, counted].float()
+        logits, sink, factors = self._logits(call, query * call.scaling, key, counted)
+        logits = logits.masked_fill(~call.allowed[:, :, counted], float("-inf"))
+        normaliser = torch.cat([logits, sink], dim=-1).logsumexp(dim=-1, keepdim=True)
+        exact = ((logits - normaliser).exp() * outside) @ codes
+        near = torch.cat([logits.masked_fill(outside.bool(), float("-inf")), sink], dim=-1)
+        inside = near.logsumexp(dim=-1) - normaliser.squeeze(-1)
+        features, log_scale = self.map.query(query.double(), call.scaling)  # in float32 the smallest would be zero
+        implied = (features.log() + log_scale.unsqueeze(-1)).float() - normaliser
+        implied = implied + ((factors * outside) @ codes).log()
+        if isinstance(self.linear, WindowAttention):
+            implied = implied + self.linear.added_mix(self._inputs(call))[:, :, counted].unsqueeze(-1).float()
+        return _CodeWeights(exact[0], implied[0], inside[0])
+
+    def _logits(
+        self, call: AttentionCall, scaled: Tensor, key: Tensor, counted: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return the logits `[1, H, n, S]` of scaled queries, that of the model's sink, and the factors of far keys."""
+        logits = scaled @ key.transpose(-1, -2)
+        sink = torch.full_like(logits[..., :1], float("-inf"))
+        terms = self._inputs(call).terms
+        if terms is None:
+            return logits, sink, 1.0
+        distance = distances(call.query.shape[2], key.shape[2], call.start, key.device)[counted]
+        logits = terms.applied(logits, distance) + terms.of_pairs(scaled, key, distance)
+        if terms.sink is not None:
+            sink = terms.sink.float()[:, None, None].expand_as(sink)
+        return logits, sink, terms.far_factors(scaled, key, distance, self.window_size)
 
     def weigh_codes(self) -> None:
         """Find the biases with the least mean divergence of exact from implied weights, both summed by code.
