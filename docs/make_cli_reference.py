@@ -86,7 +86,7 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
     for section, lines in sections.items():
         if section:
             parts += [f"**Section `{section}`**", ""]
-        parts += ["| option | value | default | meaning |", "| --- | --- | --- | --- |", *lines, ""]
+        parts += ["| option | value (default) | meaning |", "| --- | --- | --- |", *lines, ""]
     for other, flags in same.items():
         # A list of all options of a section says no more than the section's name.
         whole = "section" in other and len(flags) == list(described.values()).count(other)
@@ -106,7 +106,7 @@ def rows(config: type, positionals: tuple[str, ...] = (), section: str = "") -> 
         flag = f"--{section}.{field.name}" if section else f"--{field.name}"
         flag = field.name.upper() if field.name in positionals else flag
         text = field.metadata.get("help", "").replace("|", "\\|")
-        yield section, f"| `{flag}` | {value_name(hints[field.name])} | {default(field)} | {text} |"
+        yield section, f"| `{flag}` | {value_name(hints[field.name])}{default(field)} | {text} |"
     for name in nested:
         yield from rows(hints[name], (), f"{section}.{name}" if section else name)
 
@@ -124,17 +124,17 @@ def value_name(hint: Any) -> str:
 
 
 def default(field: dataclasses.Field[Any]) -> str:
-    """The default as it is written in YAML; empty where there is none or where the help tells it."""
+    """The default as it is written in YAML, in brackets; empty where there is none or where the help tells it."""
     value = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     if value is dataclasses.MISSING or value is None or value in ((), {}, []):
         return ""
     if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
+        return f" (`{str(value).lower()}`)"
     if isinstance(value, (tuple, list)):
-        return f"`{' '.join(str(item) for item in value)}`"
-    return f"`{value}`"
+        return f" (`{' '.join(str(item) for item in value)}`)"
+    return f" (`{value}`)"
 
 
 if __name__ == "__main__":

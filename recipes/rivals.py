@@ -37,7 +37,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from inspect import signature
-from itertools import product
+from itertools import chain, product
 from operator import eq
 from pathlib import Path
 from statistics import fmean, median
@@ -81,7 +81,7 @@ QUANTIZED = {"int8": 8, "int4": 4}
 PRESSES = ("streaming-llm", "snapkv", "keydiff", "expected-attention")
 SHARES = (0.5, 0.25)
 OURS = ("duo-attention", "razor-attention", "mixture", "mixture-int8", "window")
-VARIANTS = (EXACT, *QUANTIZED, *(f"{name}-{share * 100:.0f}" for name in PRESSES for share in SHARES), *OURS)
+VARIANTS = (EXACT, *QUANTIZED, *(f"{name}-{share * 100:.0f}" for name, share in product(PRESSES, SHARES)), *OURS)
 
 #: kvpress' defaults: tokens at the beginning that are always kept; queries that vote, and how far a vote spreads;
 #: future positions over which expected attention takes the mean.
@@ -493,7 +493,7 @@ class Rivals:
                 row |= _compare(pd.DataFrame(own), pd.DataFrame(texts(EXACT)))
             for task in config.tasks:
                 trials = self.series(variant, "recall", config.trials, length=length, task=task)
-                if scores := [score for trial in trials for score in trial.get("scores", ())]:
+                if scores := [*chain.from_iterable(trial.get("scores", ()) for trial in trials)]:
                     row["recall"][task] = {"score": sum(scores) / len(scores), "prompts": len(scores), "scores": scores}
             if row["recall"] or "loss" in row:
                 rows.append(row)
@@ -560,7 +560,7 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
     """Loss beyond the exact model's, and recall with its interval, by bytes of the cache: a row for each length."""
     table = pd.DataFrame([row for row in rows if "bytes" in row])
-    tasks = list(dict.fromkeys(task for recall in table["recall"] for task in recall))
+    tasks = list(dict.fromkeys(chain.from_iterable(table["recall"])))
     lengths = table["length"].nunique()
     with matplotlib.rc_context(STYLE):
         figure, grid = new_figure(3.4 * lengths, lengths, 1 + len(tasks), squeeze=False)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def search(
     def pieces(tokens: int) -> Tensor:
         """Embeddings of all pieces of all documents by the exact model, `[documents, pieces, width]`."""
         step = tokens - len(before) - len(after)
-        rows = [document[start : start + step] for document in documents for start in range(0, size, step)]
+        rows = [document[start : start + step] for document, start in product(documents, range(0, size, step))]
         return embed(exact, rows).unflatten(0, (len(documents), -1))
 
     def whole(model: PreTrainedModel) -> Tensor:

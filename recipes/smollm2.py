@@ -52,7 +52,7 @@ from hf_linear_attn.measure.token_loss import TokenLoss, strided_windows
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.models import load_tokenizer, weights_fingerprint
-from hf_linear_attn.study.stages import FREE_OPTIONS
+from hf_linear_attn.study.run_folder import FREE_OPTIONS
 from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
 from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.training.options import ConvertConfig

@@ -129,7 +129,10 @@ def row_lengths(dataset: Dataset) -> list[int]:
     import pyarrow.compute as pc
 
     tables = dataset.with_format("arrow").iter(BATCH_SIZE)
-    return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
+    lengths: list[int] = []
+    for table in tables:
+        lengths += pc.list_value_length(table["input_ids"]).to_pylist()
+    return lengths
 
 
 def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options: Any) -> dict[str, list[Any]]:

@@ -92,12 +92,12 @@ class Head:
         is_generic = all(name == f"LABEL_{index}" for index, name in enumerate(self.names))
         numbers = tuple(int(match[1]) for match in map(_CLASS_NUMBER.fullmatch, classes) if match)
         if len(numbers) == len({*numbers}) == len(classes) and max(numbers) < len(self.names):
-            told = ", ".join(f"{number} is {self.names[number]}" for number in numbers)
-            note = f"The labels are taken as the numbers of the model's outputs: {told}."
+            pairs = ", ".join(f"{number} is {self.names[number]}" for number in numbers)
+            note = f"The labels are taken as the numbers of the model's outputs: {pairs}."
             return Labels(problem, self.names, numbers, () if is_generic else (note,))
         if is_generic and len(classes) == len(self.names):
-            told = ", ".join(f"{index} is {name}" for index, name in enumerate(classes))
-            note = f"The model does not name its outputs. They are taken to be those of the labels in order: {told}."
+            pairs = ", ".join(f"{index} is {name}" for index, name in enumerate(classes))
+            note = f"The model does not name its outputs. They are taken to be those of the labels in order: {pairs}."
             return Labels(problem, tuple(classes), tuple(range(len(classes))), (note,))
         listed = ", ".join(self.names)
         raise ValueError(
@@ -152,10 +152,10 @@ class _Column:
             entries = _entries(value)
             if not all(isinstance(entry, str) or _is_whole(entry) for entry in entries):
                 raise self.error(row, "of which some are no classes")
-            found = {class_name(entry) for entry in entries}
-            if len(found) < len(entries):
+            classes = {class_name(entry) for entry in entries}
+            if len(classes) < len(entries):
                 raise self.error(row, "with a label twice: list those of the row, or give each a column of 0 and 1")
-            names |= found
+            names |= classes
         return in_order(names)
 
     def numbered(self, outputs: dict[str, int]) -> Iterator[list[int]]:

@@ -89,7 +89,7 @@ class PromptMaker:
         self.before, self.after = special_tokens(tokenizer, [NOISE[0]]) if self.reads_text else ([], [])
         # Small models hardly know what most of their tokens mean.
         nouns = [self.encode(f" {word}") for word in NOUNS] if self.reads_text else []
-        self.common = sorted({token for noun in nouns for token in noun}) or self.tokens
+        self.common = sorted({*itertools.chain.from_iterable(nouns)}) or self.tokens
 
     def _encoded(self, text: str) -> list[int]:
         try:
@@ -110,7 +110,7 @@ class PromptMaker:
 
         An answer without slack must be the expected tokens themselves.
         """
-        expected = [token for reference in prompt.references for token in reference]
+        expected = [*itertools.chain.from_iterable(prompt.references)]
         if prompt.new_tokens == len(expected):
             return float(list(output[: len(expected)]) == expected)
         text = self._text(output)
@@ -278,7 +278,7 @@ def _one_by_one(
     make: PromptFunction, maker: PromptMaker, rng: random.Random, length: int, depths: Sequence[float]
 ) -> list[Prompt]:
     """A text of its own for each prompt."""
-    return [prompt for depth in depths for prompt in make(maker, rng, length, [depth])]
+    return [*itertools.chain.from_iterable(make(maker, rng, length, [depth]) for depth in depths)]
 
 
 def _niah_several(

@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -376,8 +376,8 @@ def _encode(task: TaskData, source: Source, data: DataConfig, seed: int, encode:
         task.validation["" if len(names) == 1 else name.removeprefix("validation").lstrip("_")] = rows
         task.facts[f"{name}_rows"] = len(rows)
     trained = set(_row_hashes(task.train))
-    repeated = (row in trained for rows in task.validation.values() for row in _row_hashes(rows))
-    task.facts["validation_repeated"] = sum(repeated)
+    validation = chain.from_iterable(map(_row_hashes, task.validation.values()))
+    task.facts["validation_repeated"] = sum(row in trained for row in validation)
     every = (task.train, *task.validation.values())
     if any(len(rows) < MIN_ROWS for rows in every):
         counts = f"{len(task.train)} rows to train on and {min(map(len, task.validation.values()))} held out"

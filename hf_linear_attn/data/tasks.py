@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,21 +99,21 @@ def _find_files(folders: Sequence[Path], layouts: Sequence[FileLayout]) -> tuple
     """The layout whose training file is in one of the folders, and its files by split."""
     for folder in folders:
         for layout in layouts:
-            found = {split: _first_file(folder, names) for split, names in layout.files.items()}
-            files = {split: path for split, path in found.items() if path is not None}
+            existing = {split: _first_file(folder, names) for split, names in layout.files.items()}
+            files = {split: path for split, path in existing.items() if path is not None}
             if "train" not in files:
                 continue
             if len(files) == 1:
-                names = [name for split, names in layout.files.items() if split != "train" for name in names]
+                names = chain.from_iterable(names for split, names in layout.files.items() if split != "train")
                 raise FileNotFoundError(f"{str(folder)!r} has a training file but none of {', '.join(names)}.")
             return layout, files
-    tried = [str(folder / layout.files["train"][0]) for folder in folders for layout in layouts]
+    tried = [str(folder / layout.files["train"][0]) for folder, layout in product(folders, layouts)]
     packed = " or ".join(COMPRESSIONS)
     raise FileNotFoundError(f"None of these files exists: {', '.join(dict.fromkeys(tried))}; nor as {packed}.")
 
 
 def _first_file(folder: Path, names: Names) -> Path | None:
-    paths = (folder / f"{name}{suffix}" for name in names for suffix in ("", *COMPRESSIONS))
+    paths = (folder / f"{name}{suffix}" for name, suffix in product(names, ("", *COMPRESSIONS)))
     return next((path for path in paths if path.is_file()), None)
 
 

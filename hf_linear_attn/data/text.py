@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,8 +78,10 @@ def packed_rows(tokenizer: Any, documents: Sequence[str], length: int) -> list[l
     """
     before, ending = special_tokens(tokenizer, documents)[0], end_tokens(tokenizer)
     capacity = length - len(before)
-    encoded = (encode_text(tokenizer, document) for document in documents)
-    tokens = [token for ids in encoded if ids for token in (*ids, *ending)]
+    tokens: list[int] = []
+    for document in documents:
+        if ids := encode_text(tokenizer, document):
+            tokens += [*ids, *ending]
     starts = range(0, max(len(tokens) - capacity, 0) + 1, capacity)
     return [[*before, *tokens[start : start + capacity]] for start in starts]
 
@@ -99,8 +102,9 @@ def standard_library_documents() -> tuple[str, ...]:
     names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_") and name not in excluded)
     seen: set[str] = set()
     documents = []
-    for path in (path for name in names for path in (folder / f"{name}.py", folder / name / "__init__.py")):
-        texts = [text for text in docstrings(path) if len(text) >= MIN_DOCSTRING and text not in seen]
+    for name, file in product(names, ("{}.py", "{}/__init__.py")):
+        every = docstrings(folder / file.format(name))
+        texts = [text for text in every if len(text) >= MIN_DOCSTRING and text not in seen]
         seen.update(texts)
         documents.append("\n\n".join(texts))
     return tuple(document for document in documents if document)

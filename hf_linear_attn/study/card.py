@@ -171,8 +171,8 @@ def budget_lines(result: ConversionResult) -> list[str]:
     budget, lines = Budget.parse(text), [f"For {text}: {result.choice.reason}."]
     value, measured = met_by(budget, result)
     if measured:
-        verdict = "within" if budget.is_met(value) else "beyond"
-        lines += ["", f"As saved: {measured}, which is {verdict} the budget."]
+        relation = "within" if budget.is_met(value) else "beyond"
+        lines += ["", f"As saved: {measured}, which is {relation} the budget."]
     elif budget.cost == "speedup":
         timed = result.speed.at(budget.length) if result.speed else None
         state = "not known" if timed is None else NOT_MEASURABLE
@@ -201,10 +201,10 @@ def recall_table(result: ConversionResult) -> list[str]:
     recall = result.recall
     if recall is None:
         return []
-    asked = "the document of a sentence" if recall.task == RETRIEVAL else "one of four keys in prose"
+    question = "the document of a sentence" if recall.task == RETRIEVAL else "one of four keys in prose"
     rows = []
     for name, values in (("teacher", recall.teacher), ("this model", recall.student)):
-        row = {f"recall: {asked}": name, "tokens": f"{recall.length:,}", "prompts": values["rows"]}
+        row = {f"recall: {question}": name, "tokens": f"{recall.length:,}", "prompts": values["rows"]}
         row["score"] = f"{values['recall']:.2f}"
         rows.append({**row, "95 % interval": f"{values['low']:.2f} to {values['high']:.2f}"})
     return markdown_lines(rows)

@@ -225,11 +225,11 @@ def choose_by_cache(
         text = f"in float32 {DEFAULT_ATTENTION} of {window} tokens and {share:.1%} exact heads{stored} take {reason}"
         return Choice(share, window, text, cache_dtype)
 
-    as_given = fit(windows.cache_dtype)
-    if as_given is not None and as_given.share:
-        return as_given
+    unrounded = fit(windows.cache_dtype)
+    if unrounded is not None and unrounded.share:
+        return unrounded
     rounded = fit("int8")
-    choice = as_given if rounded is None or (as_given is not None and not rounded.share) else rounded
+    choice = unrounded if rounded is None or (unrounded is not None and not rounded.share) else rounded
     if choice is None:
         least = sum(state_bytes(shape, WINDOWS[0], "int8") for shape in shapes) / whole
         taken = f"windows of {WINDOWS[0]} tokens, stored in int8, take {least:.1%} of {counted} at {length:,} tokens"

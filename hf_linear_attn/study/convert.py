@@ -39,7 +39,8 @@ from .choose import choose_heads, plan_of
 from .evaluated_model import task_type_of
 from .kinds import KINDS
 from .result import ConversionResult, HeadChoice, ModelFacts, RecallPair, Scores, SpeedPair, Trainings
-from .stages import RESULTS_FILE, TrainingRun
+from .run_folder import RESULTS_FILE
+from .stages import TrainingRun
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
 MIN_LONGER_SHARE = 0.05
@@ -106,7 +107,7 @@ def execute(
     """Open a run, and go through its stages unless it has ended before; show its result."""
     config = config.completed()
     models.read_attention(config)  # an error before the folder is opened
-    if getattr(config, "budget", None) is not None:
+    if isinstance(config, ConvertConfig) and config.budget is not None:
         _check_budget(config)
     run = TrainingRun(config, tool, console)
     path = run.folder / RESULTS_FILE
@@ -274,7 +275,7 @@ def load_teacher(run: TrainingRun) -> PreTrainedModel:
         elif new_parameters:
             raise models.missing_head(config, f"{new_parameters[0]} is missing")
         else:
-            run.use_model(models.weights_fingerprint(model))
+            run.identify_model(models.weights_fingerprint(model))
     run.use_metric(model.to(run.process.device))
     if run.budget is not None and run.budget.unit is not None:
         run.budget.unit.check_score(run.budget.text, run.metric.score)
@@ -464,10 +465,10 @@ def _timed_lengths(run: TrainingRun) -> list[int]:
     return sorted(lengths)
 
 
-def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel, asked: list[int]) -> SpeedPair:
+def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel, requested: list[int]) -> SpeedPair:
     """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run."""
-    lengths, note = possible_lengths(teacher, asked)
-    if lengths != asked:  # where all are timed, the table marks those beyond the model's positions
+    lengths, note = possible_lengths(teacher, requested)
+    if lengths != requested:  # where all are timed, the table marks those beyond the model's positions
         run.progress.log(note)
     speed = SpeedPair(longest_input=longest_input(teacher))
     for length in lengths:

@@ -134,13 +134,13 @@ class Evaluation:
     def select(self, measurement: str, label: str, *, before: bool = False) -> list[Mapping[str, Any]]:
         """Return the numbers of a metric, by seed or checkpoint; `before` an attention transfer, if there was one."""
         state = self.states.get(label)
-        wanted = "untrained" if before else state
+        expected = "untrained" if before else state
         if before and state != "transferred":
             return []
         return [
             entry.values
             for entry in self.measured
-            if (entry.measurement, entry.label, entry.state) == (measurement, label, wanted)
+            if (entry.measurement, entry.label, entry.state) == (measurement, label, expected)
         ]
 
     def quality(self, score: Score, label: str, *, before: bool = False) -> Quality | None:
@@ -169,10 +169,10 @@ class Evaluation:
 
     def nearest_length(self, measurement: str = FORWARD) -> int | None:
         """Return the timed length that is nearest to that of the inputs, `data.max_length`; else the longest one."""
-        lengths, wanted = self.lengths(measurement), self.settings["data"]["max_length"]
-        if wanted is None or not lengths:
+        lengths, longest = self.lengths(measurement), self.settings["data"]["max_length"]
+        if longest is None or not lengths:
             return max(lengths, default=None)
-        return min(lengths, key=lambda length: abs(length - wanted))
+        return min(lengths, key=lambda length: abs(length - longest))
 
     @property
     def length(self) -> int | None:

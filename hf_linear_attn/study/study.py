@@ -293,18 +293,18 @@ def defaults_of(values: Any) -> dict[str, Any]:
     Each as it is in an encoder and in a decoder of heads of 64 numbers and 512 tokens, where the mechanism serves it.
     Results hold them, so that it shows where their defaults are no longer the package's.
     """
-    words = set(re.findall(r"[\w+-]+", json.dumps(json_safe(values))))
-    found: dict[str, Any] = {}
+    names = set(re.findall(r"[\w+-]+", json.dumps(json_safe(values))))
+    defaults: dict[str, Any] = {}
     for name, entry in sorted(ATTENTIONS):
-        if name != DEFAULT_ATTENTION and name not in words:
+        if name != DEFAULT_ATTENTION and name not in names:
             continue
         directions = {"encoder": entry.bidirectional, "decoder": entry.causal}
-        found[name] = {
+        defaults[name] = {
             kind: json_safe(to_dict(_built(entry, kind == "decoder").options))
             for kind, is_served in directions.items()
             if is_served
         }
-    return found
+    return defaults
 
 
 def _built(entry: Any, causal: bool) -> Any:

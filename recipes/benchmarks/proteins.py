@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def proteins(
     base["distill"]["max_steps"] = steps or base["distill"]["max_steps"]
     if not (folder / "scored.csv").exists():
         write_proteins(Path(source), folder, base["data"]["max_length"] - 2, scored)
-    jobs = [(name, length, False) for length in lengths for name in variants]
+    jobs = [(name, length, False) for length, name in product(lengths, variants)]
     jobs += [(name, min(lengths), True) for name in pieces]
     for seed in seeds:
         options = {**base, "seed": seed}
@@ -164,7 +165,7 @@ def score(model: Any, folder: Path, length: int, in_pieces: bool, bf16: bool) ->
     encode = encode_pieces if in_pieces else encode_cut
     pieces = [encode(tokenizer, text, length) for text in rows["text"]]
     margins, strata = [], {}
-    for batch in padded_batches([ids for group in pieces for ids in group], SCORED_AT_ONCE, tokenizer.pad_token_id):
+    for batch in padded_batches([*chain.from_iterable(pieces)], SCORED_AT_ONCE, tokenizer.pad_token_id):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             logits = model(**batch).logits.float()
         margins.append(logits[:, 0] - logits[:, 1])

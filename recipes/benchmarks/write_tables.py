@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,14 +71,17 @@ def times(value: float) -> str:
     """`0.043`, `0.43`, `4.3`, `43`, `4,300`: two significant digits."""
     if value >= 99.5:
         return f"{float(f'{value:.2g}'):,.0f}"
-    return f"{value:.{3 if value < 0.0995 else 2 if value < 0.995 else 1 if value < 9.95 else 0}f}"
+    digits = sum(value < limit for limit in (0.0995, 0.995, 9.95))
+    return f"{value:.{digits}f}"
 
 
 def mean(values: Sequence[float] | pd.Series, digits: int, scale: float = 1.0) -> str:
     """Return the mean, and behind it the standard deviation of several values (several seeds)."""
     series = scale * pd.Series(values, dtype=float).dropna()
+    if series.empty:
+        return EMPTY
     text = fixed(float(series.mean()), digits)
-    return EMPTY if series.empty else text if len(series) == 1 else f"{text} ± {fixed(float(series.std()), digits)}"
+    return text if len(series) == 1 else f"{text} ± {fixed(float(series.std()), digits)}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -456,10 +459,10 @@ def sentence_encoder_tables() -> str:
 # Long inputs
 
 
-def beyond_length_table(key: str = "rows", edges: Sequence[int] = (0, 8192, 12288, 16384), factor: int = 2) -> str:
+def beyond_length_table(edges: Sequence[int] = (0, 8192, 12288, 16384)) -> str:
     """Loss by position beyond the length of training, the mean over the texts: a row for each rotation in all heads."""
-    shown = ("unchanged", f"YaRN of factor {factor} everywhere", f"YaRN of factor {factor}, attention_factor 1")
-    rows = pd.json_normalize(read_json("beyond-length.json")[key]).sort_values("model", kind="stable")
+    shown = ("unchanged", "YaRN of factor 2 everywhere", "YaRN of factor 2, attention_factor 1")
+    rows = pd.json_normalize(read_json("beyond-length.json")["rows"]).sort_values("model", kind="stable")
     rows = rows[rows["rotation"].isin(shown)].set_index(["model", "rotation"])
     loss = rows.filter(like="loss.").groupby(level=[0, 1], sort=False).mean()
     spans = {column: tuple(map(int, column.removeprefix("loss.").split("-"))) for column in loss}
@@ -550,7 +553,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmark": speed_table,
     "benchmark-forward": attention_tables,
     "beyond-length": beyond_length_table,
-    "beyond-length-32768": partial(beyond_length_table, "rows of 32,768 tokens", (0, 8192, 16384, 24576, 32768), 4),
     "budgets": budgets_table,
     "compiled": compiled_table,
     "conversion": partial(glue_table, stages=("distilled",)),
@@ -566,7 +568,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mechanisms": mechanisms_table,
     "memory": memory_tables,
     "onnx": onnx_table,
-    "rivals": partial(rivals_table, "rivals", RIVALS),
+    "rivals": partial(rivals_table, "rivals", RIVALS, RIVALS_COLUMNS),
     "rivals-short": partial(rivals_table, "rivals", RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,
     "terms-speed": terms_table,
@@ -629,7 +631,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file is out of date")
     check = parser.parse_args(argv).check
     stale = []
-    for path in sorted(path for pattern in FILES for path in ROOT.glob(pattern)):
+    for path in sorted(chain.from_iterable(map(ROOT.glob, FILES))):
         before, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
         after = updated(before, name)
         if before != after:

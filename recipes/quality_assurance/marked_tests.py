@@ -23,6 +23,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ def run_tests(*arguments: str, **environment: str) -> Rows:
 
 
 def _row(case: ET.Element) -> dict[str, Any]:
-    failure = next((part for tag in ("failure", "error", "skipped") if (part := case.find(tag)) is not None), None)
-    outcome = "passed" if failure is None else "skipped" if failure.tag == "skipped" else "failed"
+    outcomes = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+    failure = next((part for part in case if part.tag in outcomes), None)
+    outcome = "passed" if failure is None else outcomes[failure.tag]
     properties: defaultdict[str, list[str]] = defaultdict(list)
     for item in case.iter("property"):
         properties[item.get("name", "")].append(item.get("value", ""))
@@ -106,7 +108,8 @@ def faults_page(report: dict[str, Any]) -> str:
 
 
 def endurance_rows(tests: Rows) -> dict[str, Rows]:
-    return {"rows": [json.loads(text) for test in tests for text in test["properties"]["row"]]}
+    texts = chain.from_iterable(test["properties"]["row"] for test in tests)
+    return {"rows": [*map(json.loads, texts)]}
 
 
 def endurance_page(report: dict[str, Any]) -> str:
@@ -155,7 +158,7 @@ def packages_page(report: dict[str, Any]) -> str:
         package = f"{row['package']} {row.get('package_version', '')}".strip()
         line = {"package": package, "mechanism": f"`{row['mechanism']}`", "case": row["case"]}
         for title, name in DIFFERENCES.items():
-            line[title] = "" if name not in row else f"{row[name]:.0e}" if row[name] else "0"
+            line[title] = "" if name not in row else f"{row[name]:.0e}".replace("0e+00", "0")
         result = ": ".join(filter(None, (row["verdict"], row["why"]))) if "verdict" in row else None
         lines.append({**line, "result": result or f"not run: {row['reason']}"})
     equal = sum(row["verdict"] == "equal" for row in compared)

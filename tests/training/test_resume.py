@@ -19,7 +19,8 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.study.convert import convert, finetune
-from hf_linear_attn.study.stages import StageLog, TrainingRun
+from hf_linear_attn.study.run_folder import StageLog
+from hf_linear_attn.study.stages import TrainingRun
 from hf_linear_attn.study.study import Records
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.options import TeacherConfig

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMaskedLM, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import hf_linear_attn as hla
-from hf_linear_attn.study.stages import StageLog
+from hf_linear_attn.study.run_folder import StageLog
 from hf_linear_attn.training.distillation import (
     DistillationConfig,
     DistillationTrainer,
