@@ -147,7 +147,7 @@ class Engine:
             ids,
             config,
             self.tokenizer.backend_tokenizer,
-            max_new_tokens=self._room(ids, config.max_new_tokens),
+            max_new_tokens=self._new_tokens(ids, config.max_new_tokens),
             seed=seed,
             listener=listener,
             skip_special_tokens=skip_special_tokens,
@@ -206,7 +206,7 @@ class Engine:
     ) -> None:
         self.close(wait=error is None)
 
-    def _room(self, ids: list[int], requested: int | None) -> int:
+    def _new_tokens(self, ids: list[int], requested: int | None) -> int:
         """Check a prompt, and return how many tokens its answer may have."""
         embeddings: Any = self.model.get_input_embeddings()
         rows = embeddings.weight.shape[0]
@@ -214,12 +214,12 @@ class Engine:
             raise ValueError("The prompt is empty. Give at least one token.")
         if not all(isinstance(token, int) and 0 <= token < rows for token in ids):
             raise ValueError(f"The prompt has token ids outside of 0 to {rows - 1}.")
-        room = requested or DEFAULT_NEW_TOKENS
+        count = requested or DEFAULT_NEW_TOKENS
         if self.max_length is None:
-            return room
+            return count
         if len(ids) >= self.max_length:
             raise ValueError(f"The prompt has {len(ids)} tokens; {self.max_length - 1} fit. Shorten it.")
-        return min(room, self.max_length - len(ids))
+        return min(count, self.max_length - len(ids))
 
     def _all_requests(self) -> list[Request]:
         reading = [] if self._reading is None else [self._reading.request]
@@ -351,7 +351,7 @@ class Engine:
         remaining = []
         for index, request in enumerate(requests):
             token = largest[index]
-            if not request.sampler.is_plain:
+            if not request.sampler.takes_argmax:
                 token = request.sampler.draw(request.tokens, logits[index])
             self.new_tokens += 1
             if not request.add(token):

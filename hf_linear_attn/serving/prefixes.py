@@ -50,7 +50,7 @@ class PrefixStore:
             folder.mkdir(parents=True, exist_ok=True)
         self.model, self.limit, self.folder = model, limit, folder
         self.hits = self.misses = self.nbytes = 0
-        self._kept: OrderedDict[Key, tuple[Cache, int]] = OrderedDict()
+        self._snapshots: OrderedDict[Key, tuple[Cache, int]] = OrderedDict()
         self._fingerprint = ""
         self._notice_changes()
 
@@ -60,7 +60,7 @@ class PrefixStore:
         At least the last token remains to be read; an empty cache where nothing is kept.
         """
         self._notice_changes()
-        keys = {*self._kept, *self._files()}
+        keys = {*self._snapshots, *self._files()}
         for length in sorted({length for length, _ in keys if length < len(tokens)}, reverse=True):
             key = _key(tokens[:length])
             cache = self._take(key) if key in keys else None
@@ -73,8 +73,8 @@ class PrefixStore:
     def keep(self, tokens: Sequence[int], cache: Cache) -> None:
         """Keep a copy of a cache that has read these tokens, and nothing else, by the model that `longest` saw."""
         key = _key(tokens)
-        if key in self._kept:
-            self._kept.move_to_end(key)
+        if key in self._snapshots:
+            self._snapshots.move_to_end(key)
             return
         if cache_bytes(cache) > self.limit:
             return
@@ -89,17 +89,17 @@ class PrefixStore:
 
     def _remember(self, key: Key, cache: Cache) -> None:
         size = cache_bytes(cache)
-        self._kept[key] = cache, size
+        self._snapshots[key] = cache, size
         self.nbytes += size
         while self.nbytes > self.limit:
-            _, (_, freed) = self._kept.popitem(last=False)
+            _, (_, freed) = self._snapshots.popitem(last=False)
             self.nbytes -= freed
 
     def _take(self, key: Key) -> Cache | None:
         """Return a copy of a snapshot, from memory or else from its file; None where that cannot be read."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return copy.deepcopy(self._kept[key][0])
+        if key in self._snapshots:
+            self._snapshots.move_to_end(key)
+            return copy.deepcopy(self._snapshots[key][0])
         path = self._path(key)
         try:
             cache = load_state(self.model, path)
@@ -117,7 +117,7 @@ class PrefixStore:
         if current == self._fingerprint:
             return
         self._fingerprint, self.nbytes = current, 0
-        self._kept.clear()
+        self._snapshots.clear()
         if self.folder is not None:
             self._path((0, "")).parent.mkdir(exist_ok=True)
             remove_partial_files(self._path((0, "")).parent)

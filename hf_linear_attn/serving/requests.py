@@ -55,7 +55,7 @@ class Request:
         if not all(isinstance(stop, str) and stop for stop in self._stops):
             raise ValueError(f"stop_strings must be texts of at least one character, got {self._stops!r}.")
         self._decoder, self._tokenizer = DecodeStream([], skip_special_tokens), tokenizer
-        self._held = ""
+        self._pending = ""
 
     @property
     def answer(self) -> list[int]:
@@ -93,21 +93,21 @@ class Request:
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """End it, with an error or with what was held back. Called by the engine only."""
         self.finish_reason = reason
-        self._send(self._held)
-        self._held = ""
+        self._send(self._pending)
+        self._pending = ""
         self._listener(error)
 
     def _take_text(self, piece: str) -> bool:
         """Send what cannot be the begin of a stop string any more; return whether there is a whole one."""
-        self._held += piece
-        places = [place for place in map(self._held.find, self._stops) if place >= 0]
-        if places:
-            self._held = self._held[: min(places)]
+        self._pending += piece
+        starts = [start for start in map(self._pending.find, self._stops) if start >= 0]
+        if starts:
+            self._pending = self._pending[: min(starts)]
             return True
-        kept = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - kept
-        self._send(self._held[:cut])
-        self._held = self._held[cut:]
+        overlap = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        cut = len(self._pending) - overlap
+        self._send(self._pending[:cut])
+        self._pending = self._pending[cut:]
         return False
 
     def _send(self, text: str) -> None:

@@ -88,8 +88,8 @@ class Sampler:
     def __init__(self, config: GenerationConfig, seed: int | None) -> None:
         self.draws = bool(config.do_sample)
         self.processors = LogitsProcessorList(_processors(config))
-        #: Whether anything but the largest logit decides.
-        self.is_plain = not self.draws and not self.processors
+        #: Whether the largest logit alone decides.
+        self.takes_argmax = not self.draws and not self.processors
         self.generator = torch.Generator()
         if seed is None:
             self.generator.seed()

@@ -343,8 +343,8 @@ class Gate:
         is_open = path == "/health" or scope["method"] == "OPTIONS"
         if self.credentials is None or is_open:
             return None
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(given, self.credentials):
+        credentials = dict(scope["headers"]).get(b"authorization", b"")
+        if not hmac.compare_digest(credentials, self.credentials):
             return _error(401, "This server needs an API key.")
         return None
 
