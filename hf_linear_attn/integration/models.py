@@ -46,8 +46,11 @@ def adapter_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def checkpoints_gradients(model: nn.Module) -> bool:
-    """Return whether a model in training mode runs some of its layers with gradient checkpointing."""
-    return model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    """Return whether a model runs some of its layers in training mode with gradient checkpointing.
+
+    The model around them may be in evaluation mode, for want of dropout.
+    """
+    return any(part.training and getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def check_patched(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from ..data.task_data import IGNORED
 from ..integration.cache_argument import cache_argument, output_cache
 from ..integration.context import is_learned
 from ..integration.exact import exact_attention
+from ..integration.models import checkpoints_gradients
 from ..integration.packing import check_exact_packing
 from ..mechanisms.base import LinearAttention
 from ..utils.models import evaluation_mode, frozen, mean_pooling
@@ -431,14 +432,14 @@ class DistillationTrainer(FinetuningTrainer):
     @torch.no_grad()
     def _carried_state(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """Read the first `carried_length` tokens; return the inputs of the others, with the state after them."""
+        if checkpoints_gradients(model):  # From Transformers 5.24 on only the pass with gradients loses the cache.
+            raise ValueError("carried_length needs a cache, which gradient checkpointing excludes. Switch it off.")
         length = self.args.carried_length
         shape = inputs["input_ids"].shape
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         by_token = {name: tensor for name, tensor in tensors.items() if tensor.shape[:2] == shape}
         first = {name: value[:, :length] for name, value in by_token.items()}
         cache = output_cache(model(**inputs | first, use_cache=True))
-        if cache is None or not cache.get_seq_length():  # From Transformers 5.24 on it is there, and stays empty.
-            raise ValueError("carried_length needs a cache, which gradient checkpointing excludes. Switch it off.")
         torch.clear_autocast_cache()  # Weights that were cast without a gradient would stay without one.
         by_token.pop("attention_mask", None)  # covers what is in the cache, too
         rest = {name: value[:, length:] for name, value in by_token.items()}

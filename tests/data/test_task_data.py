@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -198,12 +199,11 @@ def test_what_is_no_text_is_named(task_type, tmp_path):
         return load_task_data(task_type, tokenizer(), data, 0)
 
     rows = [{"text": f"alpha beta {row}", "number": row, "label": row % 2} for row in range(12)]
-    for row in (0, 7):
-        wrong = [{**entry, "text": None if index == row else entry["text"]} for index, entry in enumerate(rows)]
+    for row, value in ((0, None), (7, None), (5, 7.5), (5, ["alpha"])):
+        wrong = [{**entry, "text": value if index == row else entry["text"]} for index, entry in enumerate(rows)]
         write(tmp_path, {"train.jsonl": "\n".join(map(json.dumps, wrong))})
-        with pytest.raises(
-            ValueError, match=rf"{tmp_path}/train.jsonl, row {row} .* column 'text' has None.*remove the row"
-        ):
+        place = rf"{tmp_path}/train.jsonl, row {row} .* column 'text' has {re.escape(repr(value))}.*remove the row"
+        with pytest.raises(ValueError, match=place):
             load(DataConfig(dataset=str(tmp_path), max_length=8))
     with pytest.raises(ValueError, match=r"row 0 .* column 'number' has 0.*--data.text_columns"):
         load(DataConfig(dataset=str(tmp_path / "train.jsonl"), text_columns=("number",), max_length=8))

@@ -28,7 +28,12 @@ import hf_linear_attn as hla
 from hf_linear_attn.integration.exact import AttentionCall
 from hf_linear_attn.mechanisms.softmax import softmax_attention
 from hf_linear_attn.training import losses
-from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer, FinetuningTrainer
+from hf_linear_attn.training.distillation import (
+    DistillationConfig,
+    DistillationTrainer,
+    FinetuningTrainer,
+    without_dropout,
+)
 from hf_linear_attn.training.losses import (
     TARGETS,
     count_targets,
@@ -407,6 +412,9 @@ def test_a_state_that_cannot_be_carried_is_refused(tmp_path: Path) -> None:
     student = patched("window", GPT2).train()
     student.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="which gradient checkpointing excludes"):
+        terms(student, GPT2.build(), batch_of("tokens"), tmp_path, carried_length=2)
+    # A step without dropout leaves the model in evaluation mode, but not its layers.
+    with without_dropout(student), pytest.raises(ValueError, match="which gradient checkpointing excludes"):
         terms(student, GPT2.build(), batch_of("tokens"), tmp_path, carried_length=2)
     with pytest.raises(ValueError, match="which gradient_checkpointing excludes"):
         config(tmp_path, DistillationConfig, carried_length=2, gradient_checkpointing=True)
