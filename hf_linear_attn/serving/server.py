@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import uvicorn  # noqa: E402
 from fastapi import FastAPI, HTTPException  # noqa: E402
 from fastapi.exceptions import RequestValidationError  # noqa: E402
 from fastapi.responses import JSONResponse, PlainTextResponse  # noqa: E402
+from starlette.types import Message, Receive, Scope, Send  # noqa: E402
 from transformers.cli.serving.chat_completion import ChatCompletionHandler  # noqa: E402
 from transformers.cli.serving.completion import CompletionHandler  # noqa: E402
 from transformers.cli.serving.model_manager import ModelManager  # noqa: E402
@@ -47,10 +47,6 @@ from transformers.cli.serving.utils import (  # noqa: E402
 )
 
 logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 #: Options of the server that are the engine's.
 ENGINE_OPTIONS = ("max_batch", "max_queue", "max_length", "prefix_cache_mb", "prefix_dir")
@@ -321,7 +317,7 @@ class Gate:
             self.manager.forget(request_id)
             left.set()
 
-        async def next_message() -> MutableMapping[str, Any]:
+        async def next_message() -> Message:
             if messages:
                 return messages.pop()
             await left.wait()
