@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from recipes.benchmarks import attention, gpu, workloads
 from recipes.benchmarks.workloads import Inputs
 from tests.cases import every_mechanism
 from tests.comparing import relative_error
 from tests.recipes.benchmark_runs import SMALL, rows_of
+from tests.tiny_models import save_checkpoint
 
 QUICK: dict[str, Any] = {**SMALL, "seconds": 0.001, "dtypes": ("float32",), "backend": ("torch",)}
 
@@ -263,3 +265,19 @@ def test_requests_of_all_kinds_are_neither_lost_nor_wrong(tmp_path: Path) -> Non
     assert (row["lost"], row["wrong"], row["rows_left"], row["state_bytes_left"]) == (0, 0, 0, 0)
     assert sum(row["kinds"].values()) == 24
     assert row["prefix_hits"] > 0
+
+
+def test_the_profile_of_serving_has_the_parts_of_answers_and_of_second_turns(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    save_checkpoint(tmp_path / "tiny", "llama", AutoModelForCausalLM)
+    (tmp_path / "plan.json").write_text('{"default": {"attention": "window", "exact_heads": [1]}}', encoding="utf-8")
+    options = {"model": str(tmp_path / "tiny"), "plan": str(tmp_path / "plan.json"), "context": 8, "rows": (1, 2)}
+    rows = rows_of("serving-profile", tmp_path / "out", **options, steps=1, history=(6, 9), turn=3)
+    assert [(row["part"], row["server"], row["tokens"]) for row in rows] == [
+        ("profile", "exact", 8),
+        ("profile", "converted", 8),
+        ("second turn", "converted", 6),
+        ("second turn", "converted", 9),
+    ]
+    parts = ("prefix", "turn", "snapshot", "first_step")
+    assert all(row[f"{part}_cpu_seconds"] > 0 for row in rows[2:] for part in parts)
