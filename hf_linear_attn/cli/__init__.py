@@ -55,7 +55,7 @@ def _run_verb(name: str, arguments: Sequence[str]) -> int:
     verb, config = load_verb(name), parse_verb(name, arguments)
     if "model" in verb.positionals and config.model is not None:
         read_config_file(config.model, getattr(config, "revision", None))
-    return getattr(verb.run(config), "exit_code", 0)
+    return verb.run(config) or 0
 
 
 def load_verb(name: str) -> Verb:

@@ -5,10 +5,15 @@ import hf_linear_attn as hla
 from ..training.options import ConvertConfig
 from .verb import Verb
 
+
+def run(config: ConvertConfig) -> None:
+    hla.convert(config)
+
+
 VERB = Verb(
     "convert a fine-tuned model: attention transfer, distillation, a measured checkpoint with a card",
     ConvertConfig,
-    lambda config: hla.convert(config),
+    run,
     ("model",),
     """\
 hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out

@@ -3,10 +3,15 @@
 from ..demo import DemoConfig, run_demo
 from .verb import Verb
 
+
+def run(config: DemoConfig) -> None:
+    run_demo(config)
+
+
 VERB = Verb(
     "evaluate a small model: quality and speed of linear attention beside exact attention",
     DemoConfig,
-    run_demo,
+    run,
     ("model",),
     """\
 hf-linear-attn demo

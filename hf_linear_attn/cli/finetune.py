@@ -5,10 +5,15 @@ import hf_linear_attn as hla
 from ..training.options import FinetuneConfig
 from .verb import Verb
 
+
+def run(config: FinetuneConfig) -> None:
+    hla.finetune(config)
+
+
 VERB = Verb(
     "train a model, with exact or with linear attention, on a task",
     FinetuneConfig,
-    lambda config: hla.finetune(config),
+    run,
     ("model",),
     """\
 hf-linear-attn finetune ./bert --data.task rte --data.folder ./glue --output out

@@ -8,7 +8,7 @@ from .verb import Verb
 VERB = Verb(
     "choose which heads stay exact, and the windows of the others, for a budget of quality, speed or cache",
     PlanConfig,
-    lambda config: hla.plan(config),
+    lambda config: hla.plan(config).exit_code,
     ("model",),
     """\
 hf-linear-attn plan gpt2 --budget "2% perplexity" --data.dataset wiki.txt --output plan

@@ -11,6 +11,6 @@ class Verb:
 
     summary: str
     config: type
-    run: Callable[[Any], Any]  # a result may have an `exit_code`; else it is 0
+    run: Callable[[Any], int | None]  # returns the exit code; None: 0
     positionals: tuple[str, ...] = ()  # options that are given without a flag
     examples: str = ""
