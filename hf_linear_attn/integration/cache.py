@@ -47,7 +47,27 @@ FILLED_CACHE = (
 
 
 class NoKeysError(NotImplementedError, AttributeError):
-    """Keys or values were asked for where there is a state: an attribute that the layer does not have."""
+    """Keys or values were asked for where there is a state: something that the layer does not have."""
+
+
+class NoKeys:
+    """The keys, or the values, of a layer that has a state: none, and what needs some of them raises a NoKeysError.
+
+    Models may ask how many there are: Mllama tells so whether a layer of cross-attention has seen an image.
+    """
+
+    def numel(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoKeysError(NO_KEYS)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NoKeysError(NO_KEYS)
+
+    @classmethod
+    def __torch_function__(cls, *args: Any) -> Any:
+        raise NoKeysError(NO_KEYS)
 
 
 class LinearStateLayer(CacheLayerMixin):
@@ -88,12 +108,12 @@ class LinearStateLayer(CacheLayerMixin):
         self._replay: Replay | None = None
 
     @property
-    def keys(self) -> Tensor:
-        """Raise a NoKeysError: hooks that compress or move the keys and values of a cache ask for them."""
-        raise NoKeysError(NO_KEYS)
+    def keys(self) -> Any:
+        """None: hooks that compress or move the keys and values of a cache get a NoKeysError from them."""
+        return NoKeys()
 
     @keys.setter
-    def keys(self, keys: Tensor | None) -> None:
+    def keys(self, keys: Any) -> None:
         if keys is not None:  # by the constructor of all cache layers
             raise NoKeysError(NO_KEYS)
 
