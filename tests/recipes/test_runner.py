@@ -10,6 +10,7 @@ import pytest
 
 from recipes.benchmarks.__main__ import BENCHMARKS, benchmark_of, main, parser_of
 from recipes.benchmarks.runner import Cell, Cells, compare, run_benchmark
+from recipes.tables import ROOT
 
 SEEN: list[int] = []
 
@@ -122,6 +123,11 @@ def test_every_benchmark_has_a_help(name: str, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert str(benchmark_of(name).__doc__).splitlines()[0] in shown
     assert "--resume" in shown
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_is_in_the_table_of_the_recipes(name: str) -> None:
+    assert f"`{name}`" in (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
