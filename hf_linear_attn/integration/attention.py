@@ -178,9 +178,7 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
     layer: LinearStateLayer | None = forward_context.take_cache_layer()
     weights_requested = attention_weights_requested(call.kwargs) and not forward_context.only_cross_weights
     if call.mask is not None and call.mask.dim() == 4:
-        mask = _check_full_mask(call, mechanism, layer)
-        tensors = (call.query, call.key, call.value)
-        inputs = AttentionInputs(*tensors, call.scaling, call.causal, mask, terms=call.terms)
+        inputs = call.inputs(_check_full_mask(call, mechanism, layer))
         out = mechanism.dense_forward(inputs)
     else:
         inputs = _inputs_from_cache(call, layer)

@@ -86,7 +86,12 @@ class InterfaceCall:
 
     def visible(self) -> Tensor:
         """Return which keys each query may see, `[B | 1, H | 1, L, S]`; a full mask as it is."""
-        return AttentionInputs(self.query, self.key, self.value, self.scaling, self.causal, self.mask).visible()
+        return self.inputs(self.mask).visible()
+
+    def inputs(self, mask: Tensor | None) -> AttentionInputs:
+        """Return the call without a cache, with this mask, as mechanisms receive it."""
+        tensors = (self.query, self.key, self.value)
+        return AttentionInputs(*tensors, self.scaling, self.causal, mask, terms=self.terms)
 
 
 @dataclass

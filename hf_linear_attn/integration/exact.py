@@ -177,8 +177,7 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     module = _as_before(call.module, implementation) if "flash" in implementation else call.module
     out, weights = function(module, query, key, value, mask, dropout=call.dropout, scaling=call.scaling, **kwargs)
     if weights is None and attention_weights_requested(kwargs):
-        visible = full_mask_to_bool(call.visible())
-        inputs = AttentionInputs(query, key, value, call.scaling, call.causal, visible, terms=call.terms)
+        inputs = replace(call.inputs(full_mask_to_bool(call.visible())), key=key)
         weights = exact_weights(inputs).to(value.dtype)
     return out, weights
 
@@ -224,9 +223,7 @@ def _exact_mask(call: InterfaceCall, implementation: str) -> Tensor | None:
 
 def _outside_output(call: InterfaceCall) -> tuple[Tensor, Tensor]:
     """Compute what a module outside of the attention interface did by itself."""
-    visible = full_mask_to_bool(call.visible())
-    inputs = AttentionInputs(call.query, call.key, call.value, call.scaling, call.causal, visible, terms=call.terms)
-    weights = exact_weights(inputs).to(call.value.dtype)
+    weights = exact_weights(call.inputs(full_mask_to_bool(call.visible()))).to(call.value.dtype)
     dropped = torch.nn.functional.dropout(weights, call.dropout)
     value = call.value.repeat_interleave(weights.shape[1] // call.value.shape[1], dim=1)
     return (dropped @ value).transpose(1, 2).contiguous(), weights

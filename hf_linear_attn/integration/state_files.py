@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..config import CONFIG_FIELD
 from ..utils.files import atomic_write
 from .cache import LinearStateLayer, cache_layers, state_layer
-from .context import SUBMODULE, attention_modules, mechanism_of
+from .context import attention_modules, is_learned, mechanism_of
 from .model_class import config_fields
 from .models import adapter_parts, base_class, check_patched
 from .positions import rotary_scaling
@@ -168,7 +168,7 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the parameters and our buffers that are neither offloaded nor quantized."""
-    buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
+    buffers = ((name, tensor) for name, tensor in model.named_buffers() if is_learned(name))
     for name, tensor in chain(model.named_parameters(), buffers):
         if not tensor.is_meta and type(tensor.data) is Tensor:
             yield name, tensor.detach()
