@@ -39,7 +39,7 @@ from .discovery import (
     self_attention,
 )
 from .models import base_class, model_around, parents_of
-from .packing import add_model_hooks, model_context, remove_hooks
+from .packing import add_model_hooks, model_context, refuse_packing, remove_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -258,6 +258,8 @@ def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> N
                 if config._attn_implementation == IMPLEMENTATION:
                     config._attn_implementation_internal = around.exact_implementation
                 remove_hooks(module)
+        if not any(map(layer_context, root.modules())):
+            remove_hooks(root, refuse_packing)
 
 
 def installed_layers(model: nn.Module) -> dict[int, LayerConfig]:

@@ -139,16 +139,23 @@ def boundaries_of(kwargs: dict[str, Any], mask: Tensor | None) -> Tensor | None:
     return boundaries
 
 
+def _is_packed(inputs: dict[str, Any]) -> bool:
+    """Return whether the arguments of a call say where documents begin."""
+    positions = inputs.get("position_ids")
+    if inputs.get(BOUNDARIES) is not None:
+        return True
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or inputs.get("attention_mask") is not None:
+        return False
+    return find_documents(positions) is not None
+
+
 def check_exact_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
     """Raise where an exact model would run the packed documents of a batch into each other, without a word.
 
     Of those that call no flash attention, only models that make masks by their positions keep documents apart.
     """
-    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-    packed = inputs.get(BOUNDARIES) is not None
-    if not packed and isinstance(positions, Tensor) and positions.dim() == 2 and mask is None:
-        packed = find_documents(positions) is not None
-    makes_masks = mask is None and any(source_guards.makes_masks_by_positions(type(part)) for part in model.modules())
+    packed, masked = _is_packed(inputs), inputs.get("attention_mask") is not None
+    makes_masks = not masked and any(source_guards.makes_masks_by_positions(type(part)) for part in model.modules())
     implementation = str(config_value(model, "_attn_implementation"))
     if packed and not makes_masks and "flash" not in implementation and not is_patched(model):
         raise NotImplementedError(
@@ -193,7 +200,17 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[
         parent.register_forward_pre_hook(before_model, with_kwargs=True)
         parent.register_forward_hook(after_model, always_call=True)
         added.append(parent)
+    if added and model not in added and source_guards.drops_arguments(type(model)):
+        model.register_forward_pre_hook(refuse_packing, with_kwargs=True)
     return added
+
+
+def refuse_packing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on packed documents: forward pre-hook of a model that drops what says where they begin."""
+    if torch.compiler.is_compiling() or not _is_packed(kwargs):
+        return
+    if kwargs.get("position_ids") is None or "position_ids" not in source_guards.argument_names(type(module))[0]:
+        raise NotImplementedError(BOUNDARIES_LOST.format(type(module).__name__))
 
 
 def remove_hooks(module: nn.Module, *others: Callable[..., Any]) -> None:

@@ -97,6 +97,12 @@ def argument_names(cls: type) -> tuple[tuple[str, ...], str | None]:
 
 
 def passes_keyword_arguments_on(cls: type) -> bool:
-    """Return whether `forward` takes `**kwargs` and hands them on in a call."""
+    """Return whether `forward` takes `**kwargs` and hands them on in a call, but for that of its loss."""
     kwargs = argument_names(cls)[1]
-    return kwargs is not None and forward_source(cls).count(f"**{kwargs}") > 1
+    source = re.sub(r"\.loss_function\((?:[^()]|\([^()]*\))*\)", "", forward_source(cls))
+    return kwargs is not None and source.count(f"**{kwargs}") > 1
+
+
+def drops_arguments(cls: type) -> bool:
+    """Return whether `forward` takes any argument, and hands only those on that it names."""
+    return argument_names(cls)[1] is not None and not passes_keyword_arguments_on(cls)

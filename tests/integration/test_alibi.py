@@ -24,6 +24,7 @@ from tests.architectures.inputs import tokens
 from tests.architectures.models import enlarge_weights
 from tests.architectures.properties import relative_difference
 from tests.reference import naive
+from tests.training.test_head_search import divergence_with_gate
 
 WHOLE = {"attention": "window", "window_size": 64}
 FALCON = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
@@ -243,3 +244,84 @@ def test_unpatching_gives_a_model_its_own_methods_again(kind):
         hla.unpatch_model(hla.patch_model(model, {"default": WHOLE}))
         assert torch.equal(model(ids).logits, exact)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+LENGTHS = (5, 9, 1, 20)
+
+
+def packed_documents():
+    ids = torch.cat([tokens(length, batch=1, seed=length) for length in LENGTHS], dim=1)
+    return ids, torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+
+@pytest.mark.parametrize("name", ["7b", "rw"])
+def test_packed_documents_of_falcon_are_rows_of_their_own(name):
+    options = {"attention": "window", "window_size": 4, "mix_init": 0.0, "sink_tokens": 1}
+    model = hla.patch_model(build("falcon", **KINDS_OF_FALCON[name]), {"default": options})
+    ids, positions = packed_documents()
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        alone = [model(part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="FalconForCausalLM does not hand cu_seq_lens_q"):
+        model(ids, cu_seq_lens_q=torch.tensor([0, 5, 35], dtype=torch.int32), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt"])
+def test_packed_documents_are_refused_where_the_model_drops_their_positions(kind):
+    """The models below have no positions to tell, and take the beginnings of documents."""
+    options = {"attention": "window", "window_size": 4, "mix_init": 0.0, "sink_tokens": 1}
+    model = hla.patch_model(build(kind), {"default": options})
+    ids, positions = packed_documents()
+    starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    for where in ({"position_ids": positions}, {"cu_seq_lens_q": starts}):
+        with pytest.raises(NotImplementedError, match=r"ForCausalLM does not hand.*Pass padded rows"):
+            model(ids, **where, use_cache=False)
+    with torch.no_grad():
+        packed = model.base_model(ids, position_ids=positions, use_cache=False)[0]
+        alone = [model.base_model(part, use_cache=False)[0] for part in ids.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+    exact = hla.unpatch_model(model)
+    with torch.no_grad():
+        exact(ids, position_ids=positions, use_cache=False)
+
+
+@pytest.mark.parametrize("attention", ["window", "hedgehog"])
+def test_transfer_brings_a_model_nearer_to_its_exact_attention(attention):
+    options = {"window_size": 4, "feature_map": "hedgehog"} if attention == "window" else {}
+    model = hla.patch_model(build("bloom"), {"default": {"attention": attention, **options}})
+    done = hla.transfer_attention(model, [{"input_ids": tokens(40, seed=seed)} for seed in range(3)], max_steps=20)
+    assert sum(done.losses[-3:]) < sum(done.losses[:3])
+
+
+def test_heads_are_searched_with_their_slopes():
+    """What an exact head gains is the derivative of the divergence by its share, slopes of other heads left out."""
+    model, ids = build("bloom").double(), tokens(24)
+    batch, options = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {"window_size": 4, "mix_init": -3.0}
+    found = hla.find_exact_heads(model, None, [batch], "window", share=0.5, **options)
+    assert sum(map(len, found.heads.values())) == 4
+    patched = hla.patch_model(model, "window", **options)
+    hla.calibrate(patched, [batch])
+    for row in found.table.itertuples():
+        ends = [divergence_with_gate(patched, batch, row.layer, row.head, gate) for gate in (-3e-4, 3e-4)]
+        assert row.gain == pytest.approx((ends[0] - ends[1]) / 6e-4, rel=5e-3, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
+@pytest.mark.parametrize("attention", ["window", "elu"])
+def test_one_graph_serves_every_length(kind, attention):
+    options = {"window_size": 4, "mix_init": 0.0, "sink_tokens": 1} if attention == "window" else {}
+    exact = build(kind, **(FALCON_RW if kind == "falcon" else {})).base_model
+    model = hla.patch_model(exact, {"default": {"attention": attention, **options}})
+    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=512)}
+    example = {"input_ids": tokens(40), "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    shapes = {**dict.fromkeys(example, sizes), "use_cache": None}
+    graph = torch.export.export(model, (), {**example, "use_cache": False}, dynamic_shapes=shapes).module()
+    for length in (7, 64, 200):
+        inputs = {"input_ids": tokens(length), "attention_mask": torch.ones(2, length, dtype=torch.long)}
+        inputs["attention_mask"][1, :3] = 0
+        with torch.no_grad():
+            actual, wanted = (part(**inputs, use_cache=False)[0] for part in (graph, model))
+        real = inputs["attention_mask"].bool()
+        torch.testing.assert_close(actual[real], wanted[real], rtol=1e-4, atol=1e-5)

@@ -43,6 +43,10 @@ EXPECTED: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         [("llama", "LlamaModel"), ("llama", "LlamaDecoderLayer"), ("bert", "BertEncoder")],
         [("stablelm", "StableLmDecoderLayer")],
     ),
+    "drops_arguments": (
+        [("bloom", "BloomForCausalLM"), ("mpt", "MptForCausalLM"), ("falcon", "FalconForCausalLM")],
+        [("llama", "LlamaForCausalLM")],
+    ),
 }
 
 
