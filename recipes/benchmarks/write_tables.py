@@ -309,6 +309,20 @@ def glue_table(path: str = "glue.json", stages: Sequence[str] = ()) -> str:
     return to_markdown(pd.DataFrame(lines), text_columns=1 if len(stages) == 1 else 2)
 
 
+def terms_quality_table() -> str:
+    """Tiny models with terms in their logits: what each stage of the conversion makes of their metric."""
+    names = {"deberta": "DeBERTa on SST-2", "t5": "T5, gaps in repeated words"}
+    titles = {
+        **{"teacher": "exact", "without_attention": "without attention", "patched": "calibrated only"},
+        **{"transferred": "after attention transfer", "converted": "as saved", "control": "exact, trained as long"},
+    }
+    lines = []
+    for row in read_json("terms.json")["rows"]:
+        cells = {title: f"{row[stage][row['metric']]:.3f}" for stage, title in titles.items() if stage in row}
+        lines.append({"model and task": names[row["name"]], "metric": row["metric"], **cells})
+    return to_markdown(pd.DataFrame(lines), text_columns=2)
+
+
 def transfer_loss_table() -> str:
     """The perplexity of a converted decoder before and after attention transfer, by the loss of the transfer."""
     titles = {"teacher": "exact", "patched": "untrained", "transferred": "after attention transfer"}
@@ -572,6 +586,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals-short": partial(rivals_table, "rivals", RIVALS_ROWS, RIVALS_COLUMNS),
     "short-inputs": short_inputs_table,
     "terms-speed": terms_table,
+    "terms-quality": terms_quality_table,
     "terms-decoders": partial(terms_table, "models-terms-decoders.json"),
     "tokens": tokens_table,
     "sentence-encoder": sentence_encoder_tables,
