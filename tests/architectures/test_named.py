@@ -51,7 +51,7 @@ def test_named_architectures_keep_every_promise(case):
     ("model_type", "message"),
     [
         ("xlnet", "outside Transformers' attention interface.*It would need"),
-        ("codegen", "outside Transformers' attention interface.*It would need"),
+        ("xglm", "outside Transformers' attention interface.*It would need"),
         ("mistral", r"Left exact: 0 \(sliding window of 4\).*if the config says so before.*sliding_window=None"),
         ("doge", "has values other than 0 and a very negative number.*'softmax'"),
         ("diffllama", r"\(in pieces, with a cache\) its outputs differed.*'softmax'"),
