@@ -9,14 +9,14 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertModel,
-    BloomConfig,
-    BloomForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     SiglipTextConfig,
     SiglipTextModel,
     T5Config,
     T5ForConditionalGeneration,
+    XGLMConfig,
+    XGLMForCausalLM,
 )
 
 import hf_linear_attn as hla
@@ -251,8 +251,9 @@ def test_only_models_of_transformers(function, make, message):
         function(make())
 
 
-def bloom():
-    return BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)).eval()
+def xglm():
+    sizes = {"d_model": 32, "ffn_dim": 40, "num_layers": 2, "attention_heads": 4}
+    return XGLMForCausalLM(XGLMConfig(vocab_size=61, **sizes)).eval()
 
 
 def t5():
@@ -262,10 +263,10 @@ def t5():
 @pytest.mark.parametrize(
     ("build", "inputs", "message"),
     [
-        (bloom, {}, "BloomForCausalLM.*ALL_ATTENTION_FUNCTIONS.*BERT, RoBERTa, GPT-2"),
+        (xglm, {}, "XGLMForCausalLM.*ALL_ATTENTION_FUNCTIONS.*BERT, RoBERTa, GPT-2"),
         (t5, {"decoder_input_ids": token_ids(2, 4)}, "T5"),
     ],
-    ids=["bloom", "t5"],
+    ids=["xglm", "t5"],
 )
 def test_architectures_that_cannot_be_served(build, inputs, message):
     model = build().eval()

@@ -334,9 +334,11 @@ def _inputs(model: Any) -> Iterator[Inputs]:
         "input_values": (2, SAMPLES),
     }
     first = next(model.parameters())
+    frames = torch.ones(2, 2 * positions, dtype=torch.long, device=first.device)
     for name, shape in shapes.items():
         if name in names and all(shape):
-            yield {name: torch.randn(shape).to(first)}
+            mask = accepted(model, input_features_mask=frames) if name == "input_features" else {}
+            yield {name: torch.randn(shape).to(first), **mask}
     grid = torch.tensor(GRID, device=first.device)
     patches = torch.randn(int(grid.prod(1).sum()), channels * max(times, 1) * patch**2).to(first)
     for name in ("grid_thw", "image_grid_thw"):

@@ -17,7 +17,8 @@ def test_every_run_is_trained_converted_and_measured(tmp_path: Path) -> None:
     task = tmp_path / "glue" / "SST-2"
     task.mkdir(parents=True)
     for name in ("train", "dev"):
-        rows = "\n".join(f"red cat {number}\t{number % 2}" for number in range(24))
+        sentence = " ".join(["red cat"] * 24)  # beyond the window of 32 tokens
+        rows = "\n".join(f"{sentence} {number}\t{number % 2}" for number in range(24))
         (task / f"{name}.tsv").write_text(f"sentence\tlabel\n{rows}\n", encoding="utf-8")
     arguments = ["--folder", str(task.parent), "--tokenizer", str(tokenizer), "--texts", "32", "--steps", "2"]
     terms.main([*arguments, "--output", str(tmp_path / "out")])
