@@ -101,6 +101,21 @@ def remove_method(module: Any, name: str) -> None:
     vars(module).pop(name, None)
 
 
+def replace_methods(parents: Sequence[Any], **functions: Any) -> None:
+    """Give the modules around a layer that have methods of these names others, until `restore_methods`."""
+    for name, function in functions.items():
+        for parent in parents:
+            if hasattr(parent, name):
+                set_method(parent, name, function)
+
+
+def restore_methods(parents: Sequence[Any], *names: str) -> None:
+    """Undo `replace_methods`."""
+    for parent in parents:
+        for name in names:
+            remove_method(parent, name)
+
+
 def last_bucket(buckets: int, max_distance: int, *, two_sided: bool) -> int:
     """Return the distance from which on T5's buckets are the last one (or one more, where rounding may decide).
 

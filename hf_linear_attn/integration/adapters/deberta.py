@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.disentangled import Disentangled
-from .base import OutsideAdapter, call_interface, register, remove_method, set_method
+from .base import OutsideAdapter, call_interface, register, replace_methods, restore_methods
 
 #: Narrowest window: blocks of tokens are no longer than it (`ops.windowed.MIN_BLOCK`).
 LEAST_WINDOW = 32
@@ -123,19 +123,11 @@ class _Deberta(OutsideAdapter):
 
     def install(self, module: Any, parents: Sequence[Any]) -> None:
         super().install(module, parents)
-        for encoder in _encoders(parents):
-            set_method(encoder, "get_attention_mask", _padding_mask)
-            set_method(encoder, "get_rel_pos", _no_distances)
+        replace_methods(parents, get_attention_mask=_padding_mask, get_rel_pos=_no_distances)
 
     def remove(self, module: Any, parents: Sequence[Any]) -> None:
         super().remove(module, parents)
-        for encoder in _encoders(parents):
-            remove_method(encoder, "get_attention_mask")
-            remove_method(encoder, "get_rel_pos")
-
-
-def _encoders(parents: Sequence[Any]) -> list[Any]:
-    return [parent for parent in parents if hasattr(parent, "get_rel_pos")]
+        restore_methods(parents, "get_attention_mask", "get_rel_pos")
 
 
 register(_Deberta(), "DisentangledSelfAttention")

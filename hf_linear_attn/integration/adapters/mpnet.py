@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import OutsideAdapter, call_interface, last_bucket, register, remove_method, set_method
+from .base import OutsideAdapter, call_interface, last_bucket, register, replace_methods, restore_methods
 
 #: What MPNet's encoder takes, whatever its config says.
 BUCKETS, MAX_DISTANCE = 32, 128
@@ -51,15 +51,11 @@ class _MPNet(OutsideAdapter):
 
     def install(self, module: Any, parents: Sequence[Any]) -> None:
         super().install(module, parents)
-        set_method(_encoder(parents), "compute_position_bias", _bias_by_distance)
+        replace_methods(parents, compute_position_bias=_bias_by_distance)
 
     def remove(self, module: Any, parents: Sequence[Any]) -> None:
         super().remove(module, parents)
-        remove_method(_encoder(parents), "compute_position_bias")
-
-
-def _encoder(parents: Sequence[Any]) -> Any:
-    return next(parent for parent in parents if hasattr(parent, "compute_position_bias"))
+        restore_methods(parents, "compute_position_bias")
 
 
 ADAPTER = _MPNet()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cache_argument import find_cache
 from .alibi import AlibiAdapter, slopes_of
-from .base import call_interface, register, remove_method, set_method
+from .base import call_interface, register, replace_methods, restore_methods
 
 MODEL_TYPE = "mpt"
 
@@ -59,15 +59,11 @@ class _Mpt(AlibiAdapter):
 
     def install(self, module: Any, parents: Sequence[Any]) -> None:
         super().install(module, parents)
-        set_method(_model(parents), "build_mpt_alibi_tensor", _no_bias)
+        replace_methods(parents, build_mpt_alibi_tensor=_no_bias)
 
     def remove(self, module: Any, parents: Sequence[Any]) -> None:
         super().remove(module, parents)
-        remove_method(_model(parents), "build_mpt_alibi_tensor")
-
-
-def _model(parents: Sequence[Any]) -> Any:
-    return next(parent for parent in parents if hasattr(parent, "build_mpt_alibi_tensor"))
+        restore_methods(parents, "build_mpt_alibi_tensor")
 
 
 register(_Mpt(), "MptAttention")
