@@ -125,7 +125,7 @@ def _check_exportable(model: PreTrainedModel, format: str) -> None:
     """Raise a NotImplementedError on a model that cannot be exported to a format."""
     import torch
 
-    from .integration.install import installed_layers
+    from .integration.discovery import installed_layers
 
     if model.config.is_encoder_decoder:
         raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")

@@ -9,19 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .config import DEFAULT_ATTENTION, LinearAttentionConfig
-from .integration.context import SUBMODULE, in_memory, is_patched, mechanism_of
-from .integration.discovery import self_attention
-from .integration.install import installed_layers
+from .integration.context import SUBMODULE, in_memory, mechanism_of
+from .integration.discovery import installed_layers, self_attention
 from .integration.model_class import install, name_patched, uninstall
-from .integration.models import base_class, check_model, check_patched, has_adapter
-from .integration.positions import (
-    PositionChange,
-    check_max_length,
-    no_table_reason,
-    plan_extension,
-    plan_restoration,
-    position_limit,
-)
+from .integration.models import base_class, check_exact, check_patched, has_adapter, outermost_models
+from .integration.positions import PositionChange, plan_length, plan_restoration
 from .mechanisms.head_mixture import linear_mechanism
 from .mechanisms.softmax import EXACT
 from .mechanisms.window import is_unfitted
@@ -69,19 +61,14 @@ def patch_model(
             already, or a `max_length` that would change nothing.
         NotImplementedError: The architecture, a layer, or the direction cannot be served. Nothing is changed then.
     """
-    check_model(model)
-    if is_patched(model):
-        patched = installed_layers(model).values()
-        names = sorted({layer.attention for layer in patched})
-        raise ValueError(
-            f"This {type(model).__name__} is already patched ({', '.join(names)} in {len(patched)} layers). Call "
-            "unpatch_model(model) first."
-        )
+    check_exact(model)
     config = LinearAttentionConfig.parse(attention, layers, options)
+    roots = outermost_models(model)
     positions = PositionChange()
     if max_length is not None:
-        config, positions = _plan_length(model, config, max_length)
-    for root in install(model, config, positions):
+        config, positions = plan_length(model, config, max_length, roots)
+    install(model, config, roots, positions)
+    for root in roots:
         name_patched(root)
         if has_adapter(root):
             logger.warning(
@@ -111,23 +98,6 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     uninstall(model)
     positions.apply(model)
     return model
-
-
-def _plan_length(
-    model: PreTrainedModel, config: LinearAttentionConfig, max_length: int
-) -> tuple[LinearAttentionConfig, PositionChange]:
-    """Return what `max_length` makes of a plan and of the positions; a ValueError where that is nothing at all."""
-    limit = position_limit(model)
-    filled = config.with_default("max_length", max_length)
-    if check_max_length(max_length) > (limit or max_length):
-        return filled, plan_extension(model, max_length)
-    if max_length != limit and filled == config:
-        reason = f"its {no_table_reason(model)}" if limit is None else f"it takes {limit} already"
-        raise ValueError(
-            f"max_length={max_length} would change nothing: no mechanism given lacks a value for its 'max_length', and "
-            f"this {type(model).__name__} has no positions to extend to {max_length} tokens ({reason}). Leave it out."
-        )
-    return filled, PositionChange()
 
 
 # --------------------------------------------------------------------------------------------------------------- Report

@@ -6,9 +6,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..utils.models import shared_copy
-from .adapters import adapter_of
 from .discovery import find_attention
-from .models import parents_of
 
 NO_ATTENTION_IMPLEMENTATION = "hf_linear_attn_no_attention"
 #: Name of the attribute of modules that attend to another sequence.
@@ -26,8 +24,8 @@ def without_attention(model: PreTrainedModel) -> PreTrainedModel:
     copied.set_attn_implementation(NO_ATTENTION_IMPLEMENTATION)
     for layer in find_attention(copied):
         setattr(layer.module, CROSS, layer.cross)
-        if not layer.cross and (adapter := adapter_of(layer.module)) is not None:
-            adapter.install(layer.module, parents_of(layer.name, copied))
+        if not layer.cross and layer.adapter is not None:
+            layer.adapter.install(layer.module, [*layer.parents.values()])
             layer.config._attn_implementation_internal = NO_ATTENTION_IMPLEMENTATION  # which outside models do not set
     return copied
 

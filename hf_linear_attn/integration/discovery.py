@@ -3,20 +3,26 @@
 Attributes of the modules and fields of their configs decide where they say enough; `source_guards` answers the rest.
 """
 
+import copy
+import logging
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config import LayerConfig
 from ..feature_maps.base import AttentionShape
 from . import source_guards
 from .adapters import adapter_of
-from .context import attention_modules
-from .models import model_around, parent_names
+from .adapters.base import Adapter
+from .context import IMPLEMENTATION, layer_context, mechanism_of
+from .models import base_class, parent_names
+
+logger = logging.getLogger(__name__)
 
 #: Names of modules that attend to another sequence.
 CROSS_ATTENTION = re.compile(
@@ -27,8 +33,18 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 #: With latent attention (DeepSeek), `head_dim` is the rotated part of a head only.
 HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
 
+#: Beginnings of the names of attention implementations whose server lays out the tokens of all requests as one row.
+SERVERS = ("paged|", "vllm", "sglang", "tgi")
+
 #: A module in a model's own stack of layers, by its name in that model: the masks are for these.
 LAYER_IN_STACK = re.compile(r"\w+\.\d+\.")
+
+
+class Direction(NamedTuple):
+    """Whether the flag of a module says that it is causal, and whether its config allows it."""
+
+    flag: bool
+    allowed: bool
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,8 @@ class AttentionLayer:
     """One module that calls the attention interface, by its name in the model.
 
     Attributes:
+        parents: The modules around it by their names, the nearest first; the last is the model itself.
+        adapter: What its family needs beside the interface, or None.
         cross: Whether it attends to another sequence.
         span: "full", or what part of the sequence the layer attends to ("sliding window of 128", …).
         obstacle: Why this layer cannot be linear, or "".
@@ -46,14 +64,24 @@ class AttentionLayer:
 
     name: str
     module: nn.Module
+    parents: Mapping[str, nn.Module]
+    adapter: Adapter | None
     cross: bool
     span: str
     obstacle: str
     causal: bool
     masks_causal: bool = False
     terms: tuple[str, ...] = ()
-    #: The model around it, whose config counts where the module has none itself.
-    around: Any = None
+
+    @property
+    def models(self) -> dict[str, PreTrainedModel]:
+        """The models around it by their names, the nearest first."""
+        return {name: parent for name, parent in self.parents.items() if isinstance(parent, PreTrainedModel)}
+
+    @property
+    def around(self) -> Any:
+        """The nearest model around it, whose config counts where the module has none itself."""
+        return next(iter(self.models.values()), [self.module, *self.parents.values()][-1])
 
     @property
     def config(self) -> Any:
@@ -63,44 +91,40 @@ class AttentionLayer:
 
 def find_attention(model: nn.Module) -> list[AttentionLayer]:
     """Return every module of the model that calls the attention interface, in order."""
-    layers = []
     modules = dict(model.named_modules())
+    layers = []
     for name, module in modules.items():
         adapter = adapter_of(module)
         if source_guards.calls_interface(type(module)) or (adapter is not None and adapter.outside):
-            causal = _is_causal(module, [modules[parent] for parent in parent_names(name)])
-            if adapter is not None and adapter.causal is not None:
-                causal = adapter.causal
-            kinds = (type(module).__name__, *name.split(".")[-2:])  # BLIP-2 has `crossattention.attention`
-            cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
-            around: Any = modules[model_around(name, modules)]
-            stated = cross or adapter is not None
-            against = None if stated else _masks_against_flag(module, causal, around)
-            if against is not None and not getattr(around, "_supports_sdpa", False):
-                # Its only implementation, eager attention, reads masks only.
-                causal = against
-                against = None
-            layers.append(
-                AttentionLayer(
-                    name,
-                    module,
-                    cross=cross,
-                    span=_span(module, around),
-                    obstacle=_obstacle(module),
-                    causal=causal,
-                    masks_causal=bool(against),
-                    terms=() if cross else tuple(_terms(module)),
-                    around=around,
-                )
-            )
+            parents = {parent: modules[parent] for parent in parent_names(name)}
+            layers.append(_attention_layer(name, module, parents, adapter))
     return layers
 
 
-class Direction(NamedTuple):
-    """Whether the flag of a module says that it is causal, and whether its config allows it."""
-
-    flag: bool
-    allowed: bool
+def _attention_layer(
+    name: str, module: nn.Module, parents: Mapping[str, nn.Module], adapter: Adapter | None
+) -> AttentionLayer:
+    causal = _is_causal(module, parents.values())
+    if adapter is not None and adapter.causal is not None:
+        causal = adapter.causal
+    kinds = (type(module).__name__, *name.split(".")[-2:])  # BLIP-2 has `crossattention.attention`
+    cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
+    layer = AttentionLayer(name, module, parents, adapter, cross, "full", "", causal)
+    around = layer.around
+    stated = cross or adapter is not None
+    against = None if stated else _masks_against_flag(module, causal, around)
+    if against is not None and not getattr(around, "_supports_sdpa", False):
+        # Its only implementation, eager attention, reads masks only.
+        causal = against
+        against = None
+    return replace(
+        layer,
+        span=_span(module, around),
+        obstacle=_obstacle(module, adapter),
+        causal=causal,
+        masks_causal=bool(against),
+        terms=() if cross else tuple(_terms(module, adapter)),
+    )
 
 
 def causal_flag(module: nn.Module, default: object) -> Any:
@@ -115,7 +139,7 @@ def declared_direction(module: nn.Module) -> Direction:
     return Direction(bool(flag), config_value(module, "is_causal", True) is not False)
 
 
-def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
+def _is_causal(module: nn.Module, parents: Iterable[nn.Module]) -> bool:
     """Return whether a module is causal: by its flag, else by the argument or mask that the models around it pass.
 
     A config that says `is_causal=False` decides alone, as it does where Transformers makes masks.
@@ -146,7 +170,64 @@ def _masks_against_flag(module: nn.Module, causal: bool, model: nn.Module) -> bo
     return None if config_value(module, "is_causal", True) is False else not causal
 
 
-def foreign_attention(model: nn.Module, configs: set[int]) -> str:
+def check_layer(model: PreTrainedModel, index: int, layer: AttentionLayer) -> None:
+    """Raise where a layer cannot be linear."""
+    if layer.obstacle:
+        raise NotImplementedError(
+            f"Layer {index} ({layer.name}, {type(layer.module).__name__}) {layer.obstacle}. "
+            f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
+        )
+    if layer.config._attn_implementation == IMPLEMENTATION and layer_context(layer.module) is None:
+        raise ValueError(
+            f"The attention implementation of this exact {type(model).__name__} was set to {IMPLEMENTATION!r}, which "
+            "leaves nothing to run its exact attention with. Call model.set_attn_implementation('sdpa') first."
+        )
+    if (layer.config._attn_implementation or "").startswith(SERVERS):
+        raise NotImplementedError(
+            f"attn_implementation={layer.config._attn_implementation!r} belongs to a server that keeps keys and "
+            "values itself, which linear attention does not have. Serve the model with Transformers' generate() "
+            "(attn_implementation='sdpa')."
+        )
+
+
+def check_shared_masks(root: PreTrainedModel, chosen: Sequence[AttentionLayer]) -> None:
+    """Raise where a part of a model that stays as it is reads masks made for the layers to patch."""
+    configs = coupled_configs([root], [layer.config for layer in chosen])
+    foreign = _foreign_attention(root, configs)
+    if foreign:
+        raise NotImplementedError(
+            f"{type(root).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
+            "attention interface, from masks that it shares with the layers to patch. It would need to call "
+            f"{source_guards.INTERFACE}."
+        )
+    for layer in self_attention(root):
+        # It would find another attention implementation than those that it makes a mask of the chosen keys for.
+        if getattr(layer.module, "indexer", None) is not None and id(layer.config) in configs:
+            raise NotImplementedError(
+                f"{type(root).__name__} cannot be patched: in {layer.name} ({type(layer.module).__name__}) an indexer "
+                "chooses the keys of each query, from masks that it shares with the layers to patch."
+            )
+
+
+def warn_of_flags(root: PreTrainedModel, chosen: Sequence[AttentionLayer]) -> None:
+    """Warn where only the flags of a decoder's layers say that they are bidirectional: no checkpoint holds these."""
+    for layer in chosen:
+        declared = declared_direction(layer.module)
+        only_flagged = declared == (False, True) and not layer.causal and layer.adapter is None
+        if not only_flagged or not source_guards.makes_causal_masks_only(type(layer.around)):
+            continue
+        with torch.device("meta"):
+            rebuilt = base_class(type(root))(copy.deepcopy(root.config))
+        module = dict(rebuilt.named_modules()).get(layer.name)
+        if module is None or declared_direction(module) != declared:
+            logger.warning(
+                f"{layer.name} is bidirectional by its flag is_causal=False, which is not saved: a model that is "
+                "loaded again is causal. Set config.is_causal = False before patching, which is saved."
+            )
+            return
+
+
+def _foreign_attention(model: nn.Module, configs: set[int]) -> str:
     """Return name and class of a module that computes its softmax by itself, from masks made for patched layers; or "".
 
     Those masks have another form than it expects. `configs` are the ids of the configs of the layers to patch.
@@ -170,9 +251,8 @@ def coupled_configs(models: Iterable[nn.Module], configs: Iterable[Any]) -> set[
     """
     pairs = []
     for model in models:
-        modules: dict[str, Any] = dict(model.named_modules())
         for layer in find_attention(model):
-            around = modules[model_around(layer.name, modules)].config
+            around = layer.around.config
             if layer.config is not around and type(layer.config) is type(around):
                 pairs.append({id(layer.config), id(around)})
     coupled = {id(config) for config in configs}
@@ -194,10 +274,22 @@ def self_attention(model: PreTrainedModel) -> list[AttentionLayer]:
     return layers
 
 
-def patched_modules(model: PreTrainedModel) -> dict[int, Any]:
-    """Return the attention modules that have a linear attention, by their index among the self-attention layers."""
-    patched = set(map(id, attention_modules(model)))
-    return {index: layer.module for index, layer in enumerate(self_attention(model)) if id(layer.module) in patched}
+def patched_layers(model: nn.Module) -> dict[int, AttentionLayer]:
+    """Return the layers that have a linear attention, by their index among the self-attention layers."""
+    layers = [layer for layer in find_attention(model) if not layer.cross]
+    patched = (layer_context(layer.module) is not None and mechanism_of(layer.module) is not None for layer in layers)
+    return {index: layers[index] for index, is_linear in enumerate(patched) if is_linear}
+
+
+def patched_modules(model: nn.Module) -> dict[int, Any]:
+    """Return the modules of the patched layers by their index."""
+    return {index: layer.module for index, layer in patched_layers(model).items()}
+
+
+def installed_layers(model: nn.Module) -> dict[int, LayerConfig]:
+    """Return the mechanism of each patched layer, with all options, by its index among the self-attention layers."""
+    contexts = {index: layer_context(layer.module) for index, layer in patched_layers(model).items()}
+    return {index: context.layer_config for index, context in contexts.items() if context and context.layer_config}
 
 
 def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -> AttentionShape:
@@ -216,12 +308,11 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
         )
     groups = getattr(module, "num_key_value_groups", None)
     kv_heads = heads // groups if groups else _first(module, ("num_key_value_heads",)) or heads
-    adapter = adapter_of(module)
-    if adapter is not None:
-        kv_heads = adapter.key_value_heads(module) or kv_heads
+    if layer.adapter is not None:
+        kv_heads = layer.adapter.key_value_heads(module) or kv_heads
     value_dim = _first(module, ("v_head_dim",)) or head_dim
     sizes = heads, kv_heads, head_dim, value_dim
-    reach = 0 if adapter is None else adapter.bias_reach(module)
+    reach = 0 if layer.adapter is None else layer.adapter.bias_reach(module)
     return AttentionShape(*sizes, index, max_length, layer.causal, softcap=softcap_of(module), bias_reach=reach)
 
 
@@ -299,8 +390,8 @@ def softcap_of(module: nn.Module) -> float | None:
     return cap or None
 
 
-def _terms(module: nn.Module) -> Iterator[str]:
-    if (adapter := adapter_of(module)) is not None:
+def _terms(module: nn.Module, adapter: Adapter | None) -> Iterator[str]:
+    if adapter is not None:
         yield from adapter.terms_of(module)
     if getattr(module, "sinks", None) is not None and source_guards.passes_sinks(type(module)):
         yield "sink"
@@ -308,9 +399,9 @@ def _terms(module: nn.Module) -> Iterator[str]:
         yield "softcap"
 
 
-def _obstacle(module: nn.Module) -> str:
+def _obstacle(module: nn.Module, adapter: Adapter | None) -> str:
     """Return why a module cannot be linear by its flags, which others of its class do not have; or ""."""
-    if (adapter := adapter_of(module)) is not None:
+    if adapter is not None:
         return adapter.obstacle(module)
     stores = getattr(module, "store_full_length_kv", False) and config_value(module, "num_kv_shared_layers", 1)
     if stores or getattr(module, "is_kv_shared_layer", False):

@@ -1,14 +1,11 @@
 """Putting linear attention into a model and taking it out again: planned, built, and only then assigned."""
 
-import copy
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import LayerConfig, LinearAttentionConfig
@@ -17,7 +14,6 @@ from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
 from ..mechanisms.softmax import EXACT
 from ..registry import ATTENTIONS
-from . import source_guards
 from .adapters import adapter_of
 from .attention import before_attention
 from .context import (
@@ -32,33 +28,43 @@ from .context import (
 from .discovery import (
     AttentionLayer,
     attention_shape,
+    check_layer,
+    check_shared_masks,
     coupled_configs,
     declared_direction,
     find_attention,
-    foreign_attention,
+    installed_layers,
+    longest_input,
+    patched_layers,
     self_attention,
+    warn_of_flags,
 )
-from .models import base_class, model_around, parents_of
+from .models import parents_of
 from .packing import add_model_hooks, model_context, refuse_packing, remove_hooks
 
-logger = logging.getLogger(__name__)
 
-#: Beginnings of the names of attention implementations whose server lays out the tokens of all requests as one row.
-SERVERS = ("paged|", "vllm", "sglang", "tgi")
+class PlannedLayer(NamedTuple):
+    """A layer to patch, its place in the config, and its mechanism."""
 
-Plan = dict[int, tuple[AttentionLayer, LayerConfig]]
-"""The layers to patch and their mechanisms, by index among the self-attention layers of the whole model."""
+    layer: AttentionLayer
+    config: LayerConfig
+    mechanism: LinearAttention
 
 
-def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: PreTrainedModel) -> Plan:
-    """Choose the layers to patch and check that they can be; nothing is built or changed yet.
+Plan = dict[int, PlannedLayer]
+"""The layers to patch, by index among the self-attention layers of the whole model."""
+
+
+def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: PreTrainedModel, added: int = 0) -> Plan:
+    """Choose the layers to patch, check that they can be, and build their mechanisms; the model stays as it is.
 
     The config names layers of `model`, which may be a part of `root`; the plan is that of the root, in which the
-    models around the part say more of its direction and masks.
+    models around the part say more of its direction and masks. Its positions are to grow by `added` tokens.
     """
+    longest = longest_input(model)
     numbers = {id(layer.module): (number, layer) for number, layer in enumerate(self_attention(root))}
     layers = self_attention(model)
-    planned: Plan = {}
+    plan: Plan = {}
     skipped: dict[int, str] = {}
     for index, (part, layer_config) in enumerate(
         zip(layers, config.resolve([layer.name for layer in layers]), strict=True)
@@ -76,111 +82,43 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, root: P
                 )
             skipped[index] = layer.span
             continue
-        _check_layer(model, index, layer, layer_config)
-        planned[number] = layer, layer_config
-    if not planned:
-        reason = " Every layer is 'softmax'."
-        if skipped:
-            spans = ", ".join(f"{index} ({span})" for index, span in skipped.items())
-            reason = f" Left exact: {spans}: only layers of full attention are replaced."
-        if any("sliding" in span for span in skipped.values()):
-            reason += (
-                " Sliding windows become full attention, which can be patched, if the config says so before the model "
-                "is loaded (sliding_window=None, or 'full_attention' in layer_types)."
-            )
-        elif any("hybrid" in span for span in skipped.values()):
-            reason += " The layers 'hybrid' keep a state of their mixer beside keys and values in one layer of a cache."
-        raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
-    _check_shared_masks(root, [layer for _, layer in numbers.values()], planned)
-    _warn_of_flags(root, [layer for layer, _ in planned.values()])
-    return planned
-
-
-def _check_layer(model: PreTrainedModel, index: int, layer: AttentionLayer, layer_config: LayerConfig) -> None:
-    """Raise where a layer cannot be linear, or not by this mechanism."""
-    if layer.obstacle:
-        raise NotImplementedError(
-            f"Layer {index} ({layer.name}, {type(layer.module).__name__}) {layer.obstacle}. "
-            f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
-        )
-    if layer.config._attn_implementation == IMPLEMENTATION and layer_context(layer.module) is None:
+        ATTENTIONS.get(layer_config.attention).check_direction(layer.causal, f", and layer {index} ({layer.name}) is")
+        check_layer(model, index, layer)
+        shape = attention_shape(layer, number, longest and longest + added)
+        plan[number] = PlannedLayer(layer, layer_config, _build(model, layer, layer_config, shape))
+    if not plan:
         raise ValueError(
-            f"The attention implementation of this exact {type(model).__name__} was set to {IMPLEMENTATION!r}, which "
-            "leaves nothing to run its exact attention with. Call model.set_attn_implementation('sdpa') first."
+            f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{_left_exact(skipped)}"
         )
-    if (layer.config._attn_implementation or "").startswith(SERVERS):
-        raise NotImplementedError(
-            f"attn_implementation={layer.config._attn_implementation!r} belongs to a server that keeps keys and "
-            "values itself, which linear attention does not have. Serve the model with Transformers' generate() "
-            "(attn_implementation='sdpa')."
+    share_parameters([planned.mechanism for planned in plan.values()])
+    chosen = [planned.layer for planned in plan.values()]
+    check_shared_masks(root, chosen)
+    warn_of_flags(root, chosen)
+    return plan
+
+
+def _left_exact(skipped: dict[int, str]) -> str:
+    """Say why no layer of a model was chosen; `skipped` has the spans of layers that see a part of the sequence."""
+    if not skipped:
+        return " Every layer is 'softmax'."
+    spans = ", ".join(f"{index} ({span})" for index, span in skipped.items())
+    reason = f" Left exact: {spans}: only layers of full attention are replaced."
+    if "sliding" in spans:
+        return (
+            f"{reason} Sliding windows become full attention, which can be patched, if the config says so before the "
+            "model is loaded (sliding_window=None, or 'full_attention' in layer_types)."
         )
-    entry = ATTENTIONS.get(layer_config.attention)
-    entry.check_direction(layer.causal, f", and layer {index} ({layer.name}) is")
-
-
-def _check_shared_masks(root: PreTrainedModel, layers: Sequence[AttentionLayer], planned: Plan) -> None:
-    """Raise where a part of the model that stays as it is reads masks made for the layers to patch."""
-    configs = coupled_configs([root], [layer.config for layer, _ in planned.values()])
-    foreign = foreign_attention(root, configs)
-    if foreign:
-        raise NotImplementedError(
-            f"{type(root).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
-            "attention interface, from masks that it shares with the layers to patch. It would need to call "
-            "ALL_ATTENTION_FUNCTIONS."
+    if "hybrid" in spans:
+        return (
+            f"{reason} The layers 'hybrid' keep a state of their mixer beside keys and values in one layer of a cache."
         )
-    for layer in layers:
-        # It would find another attention implementation than those that it makes a mask of the chosen keys for.
-        if getattr(layer.module, "indexer", None) is not None and id(layer.config) in configs:
-            raise NotImplementedError(
-                f"{type(root).__name__} cannot be patched: in {layer.name} ({type(layer.module).__name__}) an indexer "
-                "chooses the keys of each query, from masks that it shares with the layers to patch."
-            )
-
-
-def _warn_of_flags(root: PreTrainedModel, layers: Sequence[AttentionLayer]) -> None:
-    """Warn where only the flags of a decoder's layers say that they are bidirectional: no checkpoint holds these."""
-    modules = dict(root.named_modules())
-    for layer in layers:
-        around = modules[model_around(layer.name, modules)]
-        flagged = declared_direction(layer.module) == (False, True) and not layer.causal
-        stated = adapter_of(layer.module) is not None
-        causal_masks = flagged and not stated and source_guards.makes_causal_masks_only(type(around))
-        if causal_masks and _loses_flag(root, layer):
-            logger.warning(
-                f"{layer.name} is bidirectional by its flag is_causal=False, which is not saved: a model that is "
-                "loaded again is causal. Set config.is_causal = False before patching, which is saved."
-            )
-            return
-
-
-def _loses_flag(root: PreTrainedModel, layer: AttentionLayer) -> bool:
-    """Return whether a model that is built from the config of this one has another flag in this layer."""
-    with torch.device("meta"):
-        rebuilt = base_class(type(root))(copy.deepcopy(root.config))
-    module = dict(rebuilt.named_modules()).get(layer.name)
-    return module is None or declared_direction(module) != declared_direction(layer.module)
-
-
-def build_mechanisms(model: PreTrainedModel, planned: Plan, max_length: int | None) -> dict[int, LinearAttention]:
-    """Build the mechanism of every planned layer, on its device and in its dtype; the model stays as it is."""
-    built = {}
-    for index, (layer, config) in planned.items():
-        built[index] = _build(model, layer, config, attention_shape(layer, index, max_length))
-        built[index].check_terms(layer.terms, f"Layer {index} ({layer.name}, {type(layer.module).__name__})")
-    # Mechanisms that share parameters across layers take those of the first layer of their kind.
-    owners: dict[tuple[type, str, int], LinearAttention] = {}
-    for outer in built.values():
-        mechanism = linear_mechanism(outer)
-        key = (type(mechanism), repr(mechanism.options), mechanism.shape.num_key_value_heads)
-        owner = owners.setdefault(key, mechanism)
-        if owner is not mechanism:
-            mechanism.share_with(owner)
-    return built
+    return reason
 
 
 def _build(
     model: PreTrainedModel, layer: AttentionLayer, config: LayerConfig, shape: AttentionShape
 ) -> LinearAttention:
+    """Build the mechanism of a layer, on its device and in its dtype."""
     entry = ATTENTIONS.get(config.attention)
     options, cache_dtype = config.build_options()
     if config.exact_heads:
@@ -192,15 +130,26 @@ def _build(
     like = next((tensor for tensor in weights if tensor.dtype.itemsize > 1), next(model.parameters()))
     device = None if like.device.type == "meta" else like.device
     mechanism.to(device=device, dtype=like.dtype if like.dtype.itemsize > 1 else None)
+    mechanism.check_terms(layer.terms, f"Layer {shape.layer_index} ({layer.name}, {type(layer.module).__name__})")
     return mechanism.train(model.training)
 
 
-def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: dict[int, LinearAttention]) -> None:
+def share_parameters(mechanisms: Sequence[LinearAttention]) -> None:
+    """Give mechanisms that share parameters across layers those of the first layer of their kind."""
+    owners: dict[tuple[type, str, int], LinearAttention] = {}
+    for mechanism in map(linear_mechanism, mechanisms):
+        key = (type(mechanism), repr(mechanism.options), mechanism.shape.num_key_value_heads)
+        owner = owners.setdefault(key, mechanism)
+        if owner is not mechanism:
+            mechanism.share_with(owner)
+
+
+def install_layers(roots: Sequence[PreTrainedModel], plan: Plan) -> None:
     """Put mechanisms, contexts and hooks into models that own their configs; the plan is that of the first of them.
 
     There are only assignments here: nothing can fail half-way.
     """
-    config_ids = coupled_configs(roots, [layer.config for layer, _ in planned.values()])
+    config_ids = coupled_configs(roots, [planned.layer.config for planned in plan.values()])
     configs = []
     for root in roots:
         # Every module that reads one of these configs goes through our function from now on, exact ones too.
@@ -211,8 +160,8 @@ def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: 
             if layer_context(layer.module) is not None:  # Another part of the model is patched.
                 continue
             implementation = layer.config._attn_implementation or "eager"
-            if not layer.cross and (adapter := adapter_of(layer.module)) is not None:
-                adapter.install(layer.module, parents_of(layer.name, root))
+            if not layer.cross and layer.adapter is not None:
+                layer.adapter.install(layer.module, [*layer.parents.values()])
             causal = None if layer.cross else layer.causal
             declared = declared_direction(layer.module)
             context = LayerContext(layer.name, implementation, causal, declared, layer.masks_causal)
@@ -222,13 +171,12 @@ def install_layers(roots: Sequence[PreTrainedModel], planned: Plan, mechanisms: 
                 layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
     for config in configs:
         config._attn_implementation_internal = IMPLEMENTATION
-    for index, (layer, layer_config) in planned.items():
-        layer.module.add_module(SUBMODULE, mechanisms[index])
+    for layer, layer_config, mechanism in plan.values():
+        layer.module.add_module(SUBMODULE, mechanism)
         patched = layer_context(layer.module)
         assert patched is not None
         # With all of its options written out.
-        options = {**layer_config.options, **asdict(mechanisms[index].options)}
-        patched.layer_config = replace(layer_config, options=options)
+        patched.layer_config = replace(layer_config, options={**layer_config.options, **asdict(mechanism.options)})
 
 
 def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> None:
@@ -262,22 +210,12 @@ def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> N
             remove_hooks(root, refuse_packing)
 
 
-def installed_layers(model: nn.Module) -> dict[int, LayerConfig]:
-    """Return the mechanism of each patched layer, with all options, by its index among the self-attention layers."""
-    installed = {}
-    for index, layer in enumerate(layer for layer in find_attention(model) if not layer.cross):
-        context = layer_context(layer.module)
-        if context is not None and context.layer_config is not None:
-            installed[index] = context.layer_config
-    return installed
-
-
 def is_untrained(model: PreTrainedModel) -> bool:
     """Return whether the mechanisms of all patched layers have the values that they were built with."""
-    layers = self_attention(model)
-    for index, config in installed_layers(model).items():
-        mechanism = mechanism_of(layers[index].module)
-        initial = _build(model, layers[index], config, mechanism.shape).state_dict()
+    installed = installed_layers(model)
+    for index, layer in patched_layers(model).items():
+        mechanism = mechanism_of(layer.module)
+        initial = _build(model, layer, installed[index], mechanism.shape).state_dict()
         present = mechanism.state_dict()
         names = present.keys() - set(mechanism.tied_parameters)
         if not all(torch.equal(present[name].cpu(), initial[name].cpu()) for name in names):

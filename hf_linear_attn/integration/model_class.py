@@ -40,8 +40,8 @@ from .context import (
     is_patched,
     layer_context,
 )
-from .discovery import layer_index, longest_input
-from .install import build_mechanisms, choose_layers, install_layers, installed_layers, remove_layers
+from .discovery import installed_layers, layer_index, patched_layers
+from .install import install_layers, plan_layers, remove_layers
 from .models import (
     ORIGINAL_CLASS,
     base_class,
@@ -54,7 +54,7 @@ from .models import (
 from .positions import PositionChange
 from .sentence_encoders import restore_trust, trust_own_checkpoints, write_sentence_cards
 from .tensor_parallel import tensor_parallel_plan
-from .trial import check_architecture, patched_layers
+from .trial import check_architecture
 
 #: The small module that is written beside the weights, and that `auto_map` points at.
 CODE_FILE = f"{CODE_MODULE}.py"
@@ -115,7 +115,7 @@ class LinearAttentionModelMixin:
         if saved is not None:
             is_loading = any(tensor.is_meta for tensor in self.parameters())  # type: ignore[attr-defined]
             layers = LinearAttentionConfig.parse(saved)
-            install(self, layers, roots=[self], is_loading=is_loading)  # type: ignore[arg-type,list-item]
+            install(self, layers, [self], is_loading=is_loading)  # type: ignore[arg-type,list-item]
 
     @classmethod
     def from_pretrained(
@@ -152,7 +152,7 @@ class LinearAttentionModelMixin:
         if (folder := downloaded_folder(pretrained_model_name_or_path, **kwargs)) is not None:
             check_index(folder)
         check_loading(pretrained_model_name_or_path, info, ignore_mismatched_sizes)
-        check_architecture(model, patched_layers(model))
+        check_architecture(model, [*patched_layers(model).values()])
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -322,36 +322,32 @@ def linear_attention_class(cls: type) -> type:
 def install(
     model: PreTrainedModel,
     config: LinearAttentionConfig,
+    roots: Sequence[PreTrainedModel],
     positions: PositionChange | None = None,
-    roots: Sequence[PreTrainedModel] = (),
     is_loading: bool = False,
-) -> Sequence[PreTrainedModel]:
-    """Patch a model, and return the `roots` that it is a part of (by default its `outermost_models`), patched too.
+) -> None:
+    """Patch a model and the `roots` that it is a part of (see `outermost_models`).
 
     A model that `is_loading` has no weights yet to be tried with.
 
     Each model in which a layer is patched then is a patched model: it saves, reports and generates as one. An error
     leaves all as it was.
     """
-    roots = roots or outermost_models(model)
-    longest = longest_input(model)
     positions = positions or PositionChange()
-    planned = choose_layers(model, config, roots[0])
-    mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
+    plan = plan_layers(model, config, roots[0], positions.added)
     if not is_loading:
-        check_architecture(roots[0], [layer for layer, _ in planned.values()])
-    tensor_plan = tensor_parallel_plan(roots[0], planned, mechanisms)
+        check_architecture(roots[0], [planned.layer for planned in plan.values()])
+    tensor_plan = tensor_parallel_plan(roots[0], plan)
     # From here on there are only assignments, which cannot fail half-way.
     unshare_configs(*roots)
     positions.apply(model, record=True)
-    install_layers(roots, planned, mechanisms)
+    install_layers(roots, plan)
     for root in roots:
         update_classes(root)
     if tensor_plan is not None:
         roots[0]._tp_plan = tensor_plan
     follow_parts()
     trust_own_checkpoints(model)
-    return roots
 
 
 def uninstall(model: PreTrainedModel) -> None:
@@ -369,7 +365,8 @@ def update_classes(root: PreTrainedModel) -> None:
     for model in reversed([part for part in root.modules() if isinstance(part, PreTrainedModel)]):
         if is_patched(model):
             become_patched(model)
-            vars(model.config).update(config_fields(model))
+            fields = vars(model.config)
+            fields |= config_fields(model)
         elif isinstance(model, LinearAttentionModelMixin):
             become_exact(model)
 

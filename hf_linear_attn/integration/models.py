@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .context import is_patched
+from .context import attention_modules, is_patched, layer_context
 
 #: Attribute of the class of a patched model: the class that it had before.
 ORIGINAL_CLASS = "_class_before_linear_attention"
@@ -58,6 +58,18 @@ def check_patched(model: PreTrainedModel) -> None:
     check_model(model)
     if not is_patched(model):
         raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+
+
+def check_exact(model: PreTrainedModel) -> None:
+    """Raise a TypeError or ValueError unless it is a model that is not patched."""
+    check_model(model)
+    contexts = [layer_context(module) for module in attention_modules(model)]
+    if contexts:
+        names = sorted({context.layer_config.attention for context in contexts if context and context.layer_config})
+        raise ValueError(
+            f"This {type(model).__name__} is already patched ({', '.join(names)} in {len(contexts)} layers). Call "
+            "unpatch_model(model) first."
+        )
 
 
 def base_class(cls: type) -> type:

@@ -21,7 +21,7 @@ from . import source_guards
 from .cache import FILLED_CACHE, replace_static_layers, self_attention_cache
 from .context import InterfaceCall, ModelRun, forward_context, is_patched, layer_context
 from .discovery import AttentionLayer, config_value
-from .models import checkpoints_gradients, model_around, parent_names
+from .models import checkpoints_gradients, parent_names
 from .positions import check_positions, find_tables
 
 #: The argument with the boundaries: `[n + 1]`, the first token of each document and the end.
@@ -172,15 +172,13 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[
 
     Returns those that had none yet.
     """
-    modules: dict[str, Any] = dict(model.named_modules())
-    added = []
+    modules = {layer.module for layer in layers}
+    added: list[Any] = []
     for layer in layers:
-        name = model_around(layer.name, modules)
-        parent = modules[name]
+        parent = layer.around
         if model_context(parent) is not None:
             continue
-        prefix = f"{name}." if name else ""
-        inside = [other.name.removeprefix(prefix) for other in layers if other.name.startswith(prefix)]
+        inside = [name for name, module in parent.named_modules() if module in modules]
         path = [type(parent.get_submodule(part)) for part in (inside[0], *parent_names(inside[0]))]
         calls = [cls for cls in path if not issubclass(cls, nn.ModuleList)]
         names, kwargs = source_guards.argument_names(type(parent))

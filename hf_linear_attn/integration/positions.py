@@ -20,6 +20,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config import LinearAttentionConfig
 from ..utils.formatting import near_matches
 from .context import attention_modules, mechanism_of
 from .discovery import config_value, longest_input
@@ -78,8 +79,9 @@ def extend_positions(
     check_model(model)
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         raise TypeError(f"tokenizer must be a tokenizer of Transformers, got {type(tokenizer).__name__}.")
-    change = plan_extension(model, max_length, how)
-    unshare_configs(*outermost_models(model))
+    roots = outermost_models(model)
+    change = plan_extension(model, max_length, roots, how)
+    unshare_configs(*roots)
     change.apply(model)
     if tokenizer is not None:
         tokenizer.model_max_length = max_length
@@ -244,8 +246,10 @@ def check_max_length(max_length: object) -> int:
     return max_length
 
 
-def plan_extension(model: PreTrainedModel, max_length: int, how: str = "tile") -> PositionChange:
-    """Compute what `extend_positions` would assign; it raises the same errors."""
+def plan_extension(
+    model: PreTrainedModel, max_length: int, roots: Sequence[PreTrainedModel], how: str = "tile"
+) -> PositionChange:
+    """Compute what `extend_positions` would assign in a part of these models; it raises the same errors."""
     check_max_length(max_length)
     if how not in METHODS:
         raise ValueError(
@@ -263,15 +267,32 @@ def plan_extension(model: PreTrainedModel, max_length: int, how: str = "tile") -
             "Positions are only extended; to shorten inputs, truncate them in the tokenizer."
         )
     extended = [table for table in tables if table.limit < max_length]
-    _check_part(model, extended)
+    _check_part(model, extended, roots)
     return _resize(dict.fromkeys(extended, max_length), METHODS[how])
 
 
-def _check_part(model: PreTrainedModel, extended: Iterable[PositionTable]) -> None:
+def plan_length(
+    model: PreTrainedModel, config: LinearAttentionConfig, max_length: int, roots: Sequence[PreTrainedModel]
+) -> tuple[LinearAttentionConfig, PositionChange]:
+    """Return what `max_length=` makes of a plan and of the positions; a ValueError where that is nothing at all."""
+    limit = position_limit(model)
+    filled = config.with_default("max_length", max_length)
+    if check_max_length(max_length) > (limit or max_length):
+        return filled, plan_extension(model, max_length, roots)
+    if max_length != limit and filled == config:
+        reason = f"its {no_table_reason(model)}" if limit is None else f"it takes {limit} already"
+        raise ValueError(
+            f"max_length={max_length} would change nothing: no mechanism given lacks a value for its 'max_length', and "
+            f"this {type(model).__name__} has no positions to extend to {max_length} tokens ({reason}). Leave it out."
+        )
+    return filled, PositionChange()
+
+
+def _check_part(model: PreTrainedModel, extended: Iterable[PositionTable], roots: Sequence[PreTrainedModel]) -> None:
     """Raise where a model is a part of one that has other tables of the same config, which has one limit for both."""
     inside = {id(module) for module in model.modules()}
     limits = {(id(table.owner.config), table.field) for table in extended}
-    for root in outermost_models(model):
+    for root in roots:
         for table in find_tables(root):
             if id(table.module) not in inside and (id(table.owner.config), table.field) in limits:
                 raise NotImplementedError(

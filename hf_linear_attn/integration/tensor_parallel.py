@@ -59,9 +59,7 @@ def shard_heads(mechanism: LinearAttention, mesh: Any) -> None:
     setattr(mechanism, SHARDED_HEADS, True)
 
 
-def tensor_parallel_plan(
-    model: PreTrainedModel, planned: Plan, mechanisms: dict[int, LinearAttention]
-) -> dict[str, str] | None:
+def tensor_parallel_plan(model: PreTrainedModel, planned: Plan) -> dict[str, str] | None:
     """Return the model's plan of tensor parallelism with these layers; where it is split already, shard mechanisms.
 
     A layer is entered if its projections are split by columns, so that its attention sees some of the heads. None where
@@ -86,10 +84,10 @@ def tensor_parallel_plan(
     ALL_PARALLEL_STYLES[STYLE] = HeadParallel()
     completed = dict(plan)
     mesh = model._device_mesh if (model._tp_size or 1) > 1 else None
-    for index, (layer, _) in planned.items():
+    for layer, _, mechanism in planned.values():
         name = replace_layer_number_by_wildcard(layer.name)
         if any(rule.rpartition(".")[0] == name and style == "colwise" for rule, style in plan.items()):
             completed[f"{name}.{SUBMODULE}"] = STYLE
             if mesh is not None:
-                shard_heads(mechanisms[index], mesh["tp"])
+                shard_heads(mechanism, mesh["tp"])
     return completed

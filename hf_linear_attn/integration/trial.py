@@ -33,14 +33,14 @@ from ..config import LinearAttentionConfig
 from ..mechanisms.softmax import EXACT
 from ..ops.native.build import BuildError, cache_folder
 from ..utils.files import atomic_write
-from ..utils.models import accepted, shared_copy
+from ..utils.models import accepted
 from ..version import __version__
 from .cache_argument import cache_argument, output_cache, takes_cache
 from .context import is_patched
-from .discovery import AttentionLayer, find_attention
+from .discovery import AttentionLayer
 from .exact import observe_attention
-from .install import build_mechanisms, choose_layers, install_layers, installed_layers, remove_layers
-from .models import base_class, parent_names
+from .install import install_layers, plan_layers, remove_layers
+from .models import base_class
 
 #: Architecture -> the versions of Transformers with which every check of the sweep over all architectures passed.
 TABLE = Path(__file__).with_name("architectures.json")
@@ -88,31 +88,25 @@ def check_architecture(root: PreTrainedModel, layers: Sequence[AttentionLayer]) 
         root: A model that is no part of another one, patched or exact.
         layers: Layers of it that are, or are to be, linear.
     """
-    modules = dict(root.named_modules())
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[AttentionLayer]] = {}
     for layer in layers:
-        if not is_listed(layer, modules):
-            groups.setdefault(_candidates(layer, modules), []).append(layer.name)
+        if not is_listed(layer):
+            groups.setdefault(_candidates(layer), []).append(layer)
     if not groups or os.environ.get(SKIP_VARIABLE) == "1":
         return
-    for candidates, names in groups.items():
+    for candidates, unknown in groups.items():
         try:
-            problem = _verdict(root, candidates, names)
+            problem = _verdict(root, candidates, unknown)
         except UntriableError as error:
             problem = f"it cannot be tried here: {error}"
         if problem:
-            model, attention = (type(modules[name]).__name__ for name in (candidates[0], names[0]))
+            first = unknown[0]
+            model, attention = type(first.models[candidates[0]]).__name__, type(first.module).__name__
             raise NotImplementedError(
-                f"{model} with {attention} ({names[0]}) is not among the architectures that were tested with "
+                f"{model} with {attention} ({first.name}) is not among the architectures that were tested with "
                 f"Transformers {transformers.__version__}, and {problem.removesuffix('.')}. Give such layers "
                 f"'softmax', or set {SKIP_VARIABLE}=1 to patch the model as it is, and compare its outputs yourself."
             )
-
-
-def patched_layers(root: PreTrainedModel) -> list[AttentionLayer]:
-    """Return the self-attention layers of a patched model that are linear."""
-    layers = [layer for layer in find_attention(root) if not layer.cross]
-    return [layers[index] for index in installed_layers(root)]
 
 
 # -------------------------------------------------------------------------------------------------------- What is known
@@ -124,64 +118,59 @@ def _table() -> frozenset[str]:
     return frozenset(name for name, versions in table.items() if transformers.__version__ in versions)
 
 
-def architecture_name(layer: AttentionLayer, modules: dict[str, nn.Module]) -> str:
+def architecture_name(layer: AttentionLayer) -> str:
     """Return the name of a layer's architecture in the table: its nearest model, class, direction and terms."""
-    around = base_class(type(modules[_models_around(layer.name, modules)[0]]))
+    around = base_class(type(layer.around))
     folder = around.__module__.split(".")[-2]
     direction = "causal" if layer.causal else "bidirectional"
     return " ".join((folder, around.__qualname__, type(layer.module).__qualname__, direction, *layer.terms))
 
 
-def is_listed(layer: AttentionLayer, modules: dict[str, nn.Module]) -> bool:
+def is_listed(layer: AttentionLayer) -> bool:
     """Return whether the table lists a layer's architecture, all of whose classes are Transformers' own.
 
     A flag that a user sets on a module gives it the other direction, for masks too, which exact attention does not.
     """
-    names = {architecture_name(replace(layer, causal=causal), modules) for causal in (True, False)}
-    return not _is_foreign(layer, modules) and not names.isdisjoint(_table())
+    names = {architecture_name(replace(layer, causal=causal)) for causal in (True, False)}
+    return not _is_foreign(layer) and not names.isdisjoint(_table())
 
 
-def _is_foreign(layer: AttentionLayer, modules: dict[str, nn.Module]) -> bool:
-    classes = map(type, (layer.module, *(modules[parent] for parent in parent_names(layer.name))))
+def _is_foreign(layer: AttentionLayer) -> bool:
+    classes = map(type, (layer.module, *layer.parents.values()))
     return any(cls.__module__.partition(".")[0] not in ("transformers", "torch") for cls in classes)
 
 
-def _models_around(name: str, modules: dict[str, nn.Module]) -> list[str]:
-    """Return the names of the models around a layer, the nearest first."""
-    return [parent for parent in parent_names(name) if isinstance(modules[parent], PreTrainedModel)]
-
-
-def _candidates(layer: AttentionLayer, modules: dict[str, nn.Module]) -> tuple[str, ...]:
+def _candidates(layer: AttentionLayer) -> tuple[str, ...]:
     """Return the names of the models that a layer can be tried in, the best one first.
 
     The nearest one has the fewest inputs; classes of the user's own may do anything in the outer ones.
     """
-    around = _models_around(layer.name, modules)
-    return tuple(reversed(around) if _is_foreign(layer, modules) else around)
+    return tuple(reversed(layer.models) if _is_foreign(layer) else layer.models)
 
 
-def _verdict(root: PreTrainedModel, candidates: Sequence[str], names: Sequence[str]) -> str:
+def _verdict(root: PreTrainedModel, candidates: Sequence[str], layers: Sequence[AttentionLayer]) -> str:
     """Return "" or why these layers of a model do not work, from the cache folder or by a trial."""
-    path = _verdict_file(root, names)
+    path, names = _verdict_file(layers), [layer.name for layer in layers]
     if path is not None:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # There is none yet, or it is damaged.
             return str(json.loads(path.read_text(encoding="utf-8"))["reason"])
     reason = try_layers(root, candidates, names)
     if path is not None:
         with contextlib.suppress(OSError):  # A full disk keeps nobody from patching.
-            atomic_write(path, json.dumps({"model": type(root).__name__, "layers": list(names), "reason": reason}))
+            atomic_write(path, json.dumps({"model": type(root).__name__, "layers": names, "reason": reason}))
     return reason
 
 
-def _verdict_file(root: PreTrainedModel, names: Sequence[str]) -> Path | None:
+def _verdict_file(layers: Sequence[AttentionLayer]) -> Path | None:
     """Return the file of a verdict, by all that it may depend on but for the weights; None where it cannot be kept.
 
     Those are the versions of this package and of Transformers, the files with the classes around the layers, and the
     switches of their config.
     """
-    modules = dict(root.named_modules())
-    parts = [__version__, transformers.__version__, *names]
-    classes = {base_class(type(modules[part])) for name in names for part in (name, *parent_names(name))}
+    parts = [__version__, transformers.__version__, *(layer.name for layer in layers)]
+    classes: set[type] = set()
+    for layer in layers:
+        classes |= {base_class(type(module)) for module in (layer.module, *layer.parents.values())}
     try:
         for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__)):
             digest = hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()
@@ -189,8 +178,8 @@ def _verdict_file(root: PreTrainedModel, names: Sequence[str]) -> Path | None:
         folder = cache_folder()
     except (OSError, TypeError, BuildError):  # A class of a notebook is in no file, and may be another one tomorrow.
         return None
-    for name in sorted({_models_around(name, modules)[0] for name in names}):
-        parts.append(repr(_switches(modules[name].config)))
+    models = {next(iter(layer.models)): layer.around for layer in layers}
+    parts += [repr(_switches(models[name].config)) for name in sorted(models)]
     return folder / "trials" / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.json"
 
 
@@ -214,16 +203,12 @@ def try_layers(root: PreTrainedModel, candidates: Sequence[str], names: Sequence
     gpus = range(torch.cuda.device_count())
     device = next(root.parameters()).device
     with torch.no_grad(), torch.random.fork_rng(gpus), torch.autocast(device.type, enabled=False):
-        torch.manual_seed(0)
         try:
             twin = _twin(root)
-        except (TypeError, RuntimeError) as error:
-            raise UntriableError(f"{type(error).__name__}: {error}") from error
-        try:
-            short = shared_copy(twin)
-            return _try_twin(short, candidates, _shorten(short, names))
+            left = _shorten(twin, names)
+            return _try_twin(twin, candidates, left)
         except UntriableError:  # It may need all of its layers, or others than the first ones.
-            return _try_twin(twin, candidates, names)
+            return _try_twin(_twin(root), candidates, names)
 
 
 def _try_twin(twin: PreTrainedModel, candidates: Sequence[str], names: Sequence[str]) -> str:
@@ -247,6 +232,7 @@ def _try_twin(twin: PreTrainedModel, candidates: Sequence[str], names: Sequence[
 
 def _twin(root: PreTrainedModel) -> PreTrainedModel:
     """Return an exact copy of a model in evaluation mode, without hooks, which shares all but the small parameters."""
+    torch.manual_seed(0)
     memo: dict[int, Any] = {id(tensor): tensor for tensor in root.parameters()}
     for tensor in root.parameters():
         if type(tensor) is nn.Parameter and tensor.is_floating_point() and 0 < tensor.numel() <= SMALL:
@@ -255,7 +241,10 @@ def _twin(root: PreTrainedModel) -> PreTrainedModel:
     for module in root.modules():
         hooks = [value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)]
         memo.update({id(value): OrderedDict() for value in hooks})
-    twin = copy.deepcopy(root, memo).eval()
+    try:
+        twin = copy.deepcopy(root, memo).eval()
+    except (TypeError, RuntimeError) as error:
+        raise UntriableError(f"{type(error).__name__}: {error}") from error
     if is_patched(twin):
         remove_layers(twin, [twin])
     return twin
@@ -297,8 +286,7 @@ def _patch(twin: PreTrainedModel, names: Sequence[str], window_size: int) -> Non
     """Put a window over the whole input into these layers."""
     window = {"attention": "window", "window_size": window_size, "feature_map": "hedgehog"}
     config = LinearAttentionConfig.parse({"default": EXACT, **dict.fromkeys(names, window)})
-    planned = choose_layers(twin, config, twin)
-    install_layers([twin], planned, build_mechanisms(twin, planned, None))
+    install_layers([twin], plan_layers(twin, config, twin))
 
 
 def _run_exactly(twin: PreTrainedModel, candidates: Sequence[str]) -> tuple[Any, Inputs, dict[str, list[Tensor]]]:

@@ -17,12 +17,12 @@ from ..checkpoints import read_config
 from ..data.encoding import row_lengths
 from ..data.text import standard_library_documents, text_rows
 from ..integration.ablation import without_attention
-from ..integration.context import is_learned, saved_tensors
+from ..integration.context import is_learned, is_patched, saved_tensors
 from ..integration.discovery import longest_input
 from ..measure.embedding import EmbeddingCosine
 from ..measure.metric import Score
 from ..measure.speed import possible_lengths
-from ..patching import is_patched, patch_report
+from ..patching import patch_report
 from ..training.calibration import leading_batches
 from ..training.options import ConvertConfig, FinetuneConfig
 from ..training.resumable import local_seed

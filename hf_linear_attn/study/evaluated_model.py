@@ -19,6 +19,7 @@ from ..data.config import PYTHON_DOCUMENTATION, DataConfig
 from ..data.encoding import row_lengths
 from ..data.task_data import TaskData, load_task_data
 from ..data.tasks import load_task
+from ..integration.context import is_patched
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..measure.embedding import SentencePairs
 from ..measure.metric import Metric, in_batches
@@ -26,7 +27,6 @@ from ..measure.recall import RecallMetric
 from ..ops.backends import get_backend
 from ..ops.native.backend import unavailable_reason
 from ..ops.triton.backend import installed as triton_installed
-from ..patching import is_patched
 from ..training.options import TrainingRunConfig
 from ..utils.environment import environment
 from ..utils.models import Batch, torch_device

@@ -20,10 +20,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..config import DEFAULT_ATTENTION, LayerConfig
 from ..data.recall_prompts import PROMPT_FUNCTIONS, PromptMaker, check_positions
 from ..data.text import text_rows
+from ..integration.context import is_patched
 from ..integration.discovery import longest_input, patched_modules, self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..mechanisms.softmax import EXACT
-from ..patching import is_patched, patch_model
+from ..patching import patch_model
 from ..registry import ATTENTIONS, seed_options
 from ..utils.models import Batch, frozen, model_inputs, shared_copy
 from ..utils.options import check_argument

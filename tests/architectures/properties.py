@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.cache_argument import cache_argument, output_cache, takes_cache
-from hf_linear_attn.integration.discovery import find_attention
+from hf_linear_attn.integration.discovery import find_attention, patched_layers
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.integration.model_class import base_class
-from hf_linear_attn.integration.trial import SKIP_VARIABLE, architecture_name, patched_layers
+from hf_linear_attn.integration.trial import SKIP_VARIABLE, architecture_name
 from tests.architectures.inputs import LENGTH, Inputs, find_inputs, guesses, tokens
 from tests.architectures.models import LEVELS, CannotBuildError, Case, accepts, architecture_model
 
@@ -441,8 +441,7 @@ def _architectures_reached(model: PreTrainedModel, inputs: Inputs) -> set[str]:
     modules: set[Any] = set()
     with observe_attention(model, lambda call: modules.add(call.module)):
         outputs(model, inputs)
-    named = dict(model.named_modules())
-    return {architecture_name(layer, named) for layer in patched_layers(model) if layer.module in modules}
+    return {architecture_name(layer) for layer in patched_layers(model).values() if layer.module in modules}
 
 
 def _patched_outputs(model: PreTrainedModel, inputs: Inputs, result: Result) -> tuple[Inputs, list[Tensor]]:

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration import trial
-from hf_linear_attn.integration.discovery import find_attention
+from hf_linear_attn.integration.discovery import find_attention, patched_layers
 from tests.architectures.models import architecture_model
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
@@ -100,7 +100,7 @@ def test_what_the_table_lists_is_not_tried(architecture: str, trials: list[Any])
 def test_what_works_passes_a_trial(architecture: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_table", frozenset)
     model = hla.patch_model(tiny_model(architecture), "elu")
-    assert sorted(itertools.chain(*trials)) == sorted(layer.name for layer in trial.patched_layers(model))
+    assert sorted(itertools.chain(*trials)) == sorted(layer.name for layer in patched_layers(model).values())
 
 
 @pytest.mark.parametrize("model_type", ["wav2vec2", "qwen2_5_vl", *slow("whisper", "qwen3_vl", "audioflamingo3")])
@@ -109,7 +109,7 @@ def test_towers_for_images_and_sounds_pass_a_trial(
 ) -> None:
     monkeypatch.setattr(trial, "_table", frozenset)
     model = hla.patch_model(architecture_model(model_type), "elu")
-    assert sorted(itertools.chain(*trials)) == sorted(layer.name for layer in trial.patched_layers(model))
+    assert sorted(itertools.chain(*trials)) == sorted(layer.name for layer in patched_layers(model).values())
 
 
 def test_a_class_of_the_user_is_tried(trials: list[Any]) -> None:
