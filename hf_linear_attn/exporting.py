@@ -1,4 +1,4 @@
-"""A patched checkpoint as an ONNX graph, or as a program of `torch.export`."""
+"""A patched checkpoint as a graph of ONNX or OpenVINO, or as a program of `torch.export`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 #: What the exporters write: the file that says how a folder is loaded.
 RESULT = "export.json"
 
+#: Format -> the extra with the packages that it needs, these packages, and what Transformers calls it.
+FORMATS = {
+    "onnx": ("export", ("onnx", "onnxscript", "onnxruntime"), "onnx"),
+    "openvino": ("openvino", ("openvino",), "openvino"),
+    "torch": ("export", (), "dynamo"),
+}
+
 #: Largest difference from the model's outputs, relative to their largest number.
 TOLERANCE = 1e-4
 
@@ -30,7 +37,9 @@ class ExportConfig:
 
     model: str = option(help="a folder of a patched checkpoint, or a repository on the Hub")
     output: str = option(help="the folder to write")
-    format: Literal["onnx", "torch"] = option("onnx", "ONNX, or torch.export's .pt2")
+    format: Literal["onnx", "openvino", "torch"] = option(
+        "onnx", "ONNX, OpenVINO's .xml and .bin, or torch.export's .pt2"
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
         "float32", "precision of the weights (auto: as saved)"
     )
@@ -60,9 +69,10 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
 
         export(model="out", output="out-onnx")
 
-    A model that generates becomes two graphs: `prefill`, and `decode` with the states as inputs and outputs. The folder
-    has the tokenizer's files too; `transformers.exporters.base.ExportedModel.from_pretrained(folder)` loads it,
-    a .pt2 with `trust_remote_code=True`, since it holds pickles.
+    A model that generates becomes two graphs: `prefill`, and `decode` with the states as inputs and outputs, or as
+    variables in OpenVINO. The folder has the tokenizer's files too;
+    `transformers.exporters.base.ExportedModel.from_pretrained(folder)` loads it, a .pt2 with `trust_remote_code=True`,
+    since it holds pickles.
 
     Args:
         config: All options at once.
@@ -72,7 +82,7 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
         The names of the graphs, and how far their outputs are from the model's.
 
     Raises:
-        ImportError: Packages of the extra `export` are missing.
+        ImportError: Packages of the extra `export`, or `openvino`, are missing.
         ValueError: The checkpoint is not patched, or the folder must not be replaced.
         NotImplementedError: An encoder-decoder, a mechanism that cannot be exported with a free length, a decoder in
             half precision, bfloat16 to ONNX, or a state in int8 to ONNX.
@@ -84,8 +94,8 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
 
     config = make_config(ExportConfig, config, options)
     check_output(config.output, [RESULT], overwrite=config.overwrite, source=config.model)
-    packages = ("onnx", "onnxscript", "onnxruntime") if config.format == "onnx" else ()
-    require_packages("transformers.exporters", *packages, extra="export", purpose="The export")
+    extra, packages, _ = FORMATS[config.format]
+    require_packages("transformers.exporters", *packages, extra=extra, purpose="The export")
     model = load_pretrained(config.model, dtype=config.dtype).eval()
     exported, difference = export_model(model, config.format)
     with atomic_folder(Path(config.output).absolute()) as temporary:
@@ -98,26 +108,33 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
 def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None]:
     """Return Transformers' `ExportedModel`, and how far an encoder's outputs are from the model's, relatively."""
     from torch.export import Dim
-    from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
-    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+    from transformers.exporters.auto import get_exporter_class
 
     from .integration.positions import length_limit
 
     _check_exportable(model, format)
+    exporter: Any = get_exporter_class(FORMATS[format][2])()
     # Of torch.onnx's optimisations one rewrite rule takes longer than all else: it goes through the graph once a node.
-    onnx = OnnxExporter(), partial(OnnxConfig, optimize=False)
-    exporter, settings = onnx if format == "onnx" else (DynamoExporter(), DynamoConfig)
+    settings = partial(exporter.config_class, **({"optimize": False} if format == "onnx" else {}))
     limit = length_limit(model)
     inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
     if model.can_generate():
+        config = settings(dynamic=True)
+        if format == "openvino":  # the states are outputs of the first graph, and variables of the second
+            config = {"prefill": settings(dynamic=True, stateful=False), "decode": config}
         try:
-            return simplified(exporter.export_for_generation(model, inputs, settings(dynamic=True))), None
+            exported = simplified(exporter.export_for_generation(model, inputs, config))
         except RuntimeError as error:  # which names the graph only
             if isinstance(error.__cause__, NotImplementedError):
                 raise error.__cause__ from None
             raise
+        if format == "openvino":
+            _link_states(exported)
+        return exported, None
     sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
     exported = simplified(exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes))))
+    if format == "openvino":  # which computes in bfloat16 by default where the processor can
+        exported.to("cpu", config={"INFERENCE_PRECISION_HINT": "f32"})
     return exported, _difference(model, exported, limit)
 
 
@@ -187,6 +204,32 @@ def simplified(exported: Any) -> Any:
         CommonSubexpressionEliminationPass()(component.program)
         optimizer.remove_unused_nodes(component.program)
     return exported
+
+
+def _link_states(exported: Any) -> None:
+    """Make the states that OpenVINO's first graph returns those that the second one begins with.
+
+    They get the names and the types of its variables. Neither graph needs the number of earlier tokens: what hands it
+    in and on goes, since OpenVINO cannot load a variable that is never read.
+    """
+    from openvino.preprocess import PrePostProcessor
+
+    prefill, decode = (exported.components[name].program for name in ("prefill", "decode"))
+    for parameter in prefill.get_parameters():
+        if not parameter.output(0).get_target_inputs():
+            prefill.remove_parameter(parameter)
+    for sink in decode.get_sinks():
+        if sink.get_variable_id().endswith("._counter"):
+            decode.remove_sink(sink)
+            decode.remove_variable(decode.get_variable_by_id(sink.get_variable_id()))
+    types = {variable.info.variable_id: variable.info.data_type for variable in decode.get_variables()}
+    names = {f"input.{port.any_name}output.{port.any_name}": port for port in prefill.outputs}
+    processor = PrePostProcessor(prefill)
+    for name, type in types.items():
+        processor.output(names[name].any_name).tensor().set_element_type(type)
+    exported.components["prefill"].program = processor.build()
+    for name in types:
+        names[name].get_tensor().set_names({name})
 
 
 def padded_inputs(model: PreTrainedModel, lengths: Any) -> dict[str, Any]:

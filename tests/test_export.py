@@ -1,7 +1,8 @@
-"""The verb `export`: patched checkpoints as ONNX graphs and as programs of torch.export."""
+"""The verb `export`: patched checkpoints as graphs of ONNX and OpenVINO, and as programs of torch.export."""
 
 import math
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,12 +19,17 @@ from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
 from tests.slow_cases import long, slow_rows
 from tests.small import patched
-from tests.tiny_models import LLAMA, save_checkpoint, tiny_model
+from tests.tiny_models import LLAMA, Family, save_checkpoint, tiny_model
 
-onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
+pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
 base = pytest.importorskip("transformers.exporters.base", reason="Transformers before 5.23 has no exporters")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+#: Precision of OpenVINO, which is bfloat16 by default where the processor has it.
+OPENVINO = {"INFERENCE_PRECISION_HINT": "f32"}
+
+ONE_LLAMA = Family("llama", True, (), num_layers=1)
 
 
 @pytest.fixture
@@ -37,13 +43,24 @@ def checkpoint(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", ["hedgehog", *long("window")])
-def test_onnx_graph_of_an_encoder(checkpoint, name, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("hedgehog", "onnx"), *slow_rows(("hedgehog", "openvino")), *long(("window", "onnx"), ("window", "openvino"))],
+)
+def test_graph_of_an_encoder(checkpoint, name, format, tmp_path, capsys):
     folder, out = checkpoint("bert", name), tmp_path / "out"
-    assert main(["export", str(folder), str(out)]) == 0
+    settings = {}
+    if format == "openvino":
+        pytest.importorskip("openvino")
+        settings = {"config": OPENVINO}
+    assert main(["export", str(folder), str(out), "--format", format]) == 0
     assert "outputs differ from the model's by" in capsys.readouterr().out
-    assert {"model.onnx", "export.json", "config.json", "tokenizer.json"} <= {path.name for path in out.iterdir()}
-    model, session = hla.load_pretrained(str(folder)), onnxruntime.InferenceSession(out / "model.onnx")
+    graph = {"onnx": "model.onnx", "openvino": "openvino_model.xml"}[format]
+    assert {graph, "export.json", "config.json", "tokenizer.json"} <= {path.name for path in out.iterdir()}
+    model, exported = (
+        hla.load_pretrained(str(folder)),
+        base.ExportedModel.from_pretrained(out, device="cpu", **settings),
+    )
     for lengths, padding in (((2,), "left"), ((96, 11, 50), "right"), ((64, 63), "left")):
         batch = padded_batch([token_ids(1, n, seed=n)[0] for n in lengths], padding)
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
@@ -51,8 +68,7 @@ def test_onnx_graph_of_an_encoder(checkpoint, name, tmp_path, capsys):
         real = batch["attention_mask"].bool()
         with torch.no_grad():
             expected = model(**inputs).last_hidden_state
-        (actual, *_) = session.run(None, {key: value.numpy() for key, value in inputs.items()})
-        assert_close(torch.from_numpy(np.array(actual))[real], expected[real])
+        assert_close(exported(**inputs).last_hidden_state[real], expected[real])
 
 
 @pytest.mark.slow
@@ -85,6 +101,39 @@ def test_a_decoder_continues_from_its_state(checkpoint, architecture, name, form
         cache, start = output_cache(output), stop
         assert_close(output.logits[:, -1], expected[:, stop - 1])
     assert int(cache.get_seq_length()) == 115
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("hedgehog", {}), ("window", {"exact_heads": [1]}), *long(("favor+", {}), ("gla", {}))],
+    ids=str,
+)
+def test_openvino_generates_as_the_model_does(name, options, tmp_path):
+    openvino = pytest.importorskip("openvino")
+    model = patched(name, ONE_LLAMA, **options)
+    export_model(model, "openvino")[0].save_pretrained(tmp_path)
+    load = partial(openvino.Core().compile_model, device_name="CPU", config=OPENVINO)
+    prefill, decode = (load(tmp_path / f"openvino_{graph}.xml") for graph in ("prefill", "decode"))
+    request = decode.create_infer_request()
+    for rows, prompt, new in ((1, 7, 20), (3, 21, 9), (1, 1, 9), (2, 70, 3)):
+        ids = token_ids(rows, prompt)
+        mask = torch.ones_like(ids)
+        mask[1:, :4] = 0
+        length = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+        expected = model.generate(ids, attention_mask=mask, do_sample=False, **length)
+        tokens, mask = ids.numpy(), mask.numpy()
+        positions = (mask.cumsum(axis=1) - 1).clip(0)
+        read = prefill({"input_ids": tokens, "attention_mask": mask, "position_ids": positions})
+        for state in request.query_state():
+            state.state = openvino.Tensor(read[state.name])
+        written, row = [], np.arange(rows, dtype=np.int32)
+        for _ in range(new):
+            written.append(read["logits"][:, -1:].argmax(axis=-1))
+            mask, positions = np.pad(mask, ((0, 0), (0, 1)), constant_values=1), positions[:, -1:] + 1
+            token = {"input_ids": written[-1], "attention_mask": mask, "position_ids": positions}
+            read = request.infer({**token, "beam_idx": row})
+        assert np.concatenate(written, axis=1).tolist() == expected[:, prompt:].tolist()
 
 
 @pytest.mark.slow

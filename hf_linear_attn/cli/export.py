@@ -11,12 +11,13 @@ def run(config: ExportConfig) -> None:
 
 
 VERB = Verb(
-    "export a patched checkpoint to ONNX or torch.export, with a free batch and length",
+    "export a patched checkpoint to ONNX, OpenVINO or torch.export, with a free batch and length",
     ExportConfig,
     run,
     ("model", "output"),
     """\
 hf-linear-attn export out onnx-out
+hf-linear-attn export out openvino-out --format openvino
 hf-linear-attn export out pt2-out --format torch
 
 A model that generates becomes two graphs: one for the prompt, one for each token after it.""",

@@ -95,9 +95,9 @@ class LinearStateLayer(CacheLayerMixin):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.state: State | None = None
-        #: One wider than the number of tokens: exported graphs have inputs with sizes, and integers are constants in
+        #: An empty tensor `[B, 0, tokens + 1]`: exported graphs have inputs with sizes, and integers are constants in
         #: them. A size that varies is two or more there, and a prompt may have one token.
-        self._counter = torch.empty(0, 1)
+        self._counter = torch.empty(1, 0, 1)
         self.record_past = False
         self._expects_update = False
         self._packed = False
@@ -121,11 +121,12 @@ class LinearStateLayer(CacheLayerMixin):
 
     @property
     def tokens(self) -> int:
-        return self._counter.shape[1] - 1
+        return self._counter.shape[2] - 1
 
     @tokens.setter
     def tokens(self, count: int) -> None:
-        self._counter = self._counter.new_empty(0, count + 1)
+        rows = 1 if self.state is None else next(tensor.shape[0] for tensor in self.state.values())
+        self._counter = self._counter.new_empty(rows, 0, count + 1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -337,6 +338,7 @@ class LinearStateLayer(CacheLayerMixin):
             return None if state is None else {name: function(tensor) for name, tensor in state.items()}
 
         self.state = mapped(self.state)
+        self.tokens = self.tokens  # with a row for each of the state
         count, mask = self.seen
         if mask is not None and len(mask) > 1:
             self.seen = count, function(mask)
