@@ -1,5 +1,6 @@
 """What conversion costs: GLUE, perplexity, and the fidelity of every mechanism, beside equally trained exact models."""
 
+import copy
 import random
 import shutil
 import tempfile
@@ -281,6 +282,10 @@ for _codes in (32, 64, 128, 256):
     ENCODER_OUTSIDE[f"{_codes} codes, calibrated"] = (_options, True)
 
 
+#: Steps that tell what a step of an attention transfer takes.
+TIMED_STEPS = 4
+
+
 def encoder_start(
     model: str,
     dataset: str,
@@ -289,24 +294,27 @@ def encoder_start(
     outside: tuple[str, ...] = tuple(ENCODER_OUTSIDE),
     tokens: int = 8192,
     passages: int = 64,
+    seconds: tuple[float, ...] = (0.0,),
     batch_tokens: int = 2048,
     seeds: tuple[int, ...] = (0, 1, 2),
 ) -> Cells:
     """How near a sentence encoder is to the exact one with windows of 64 tokens, by what lies outside of them.
 
     The cosine of the mean-pooled embeddings, and the share of passages with the same nearest neighbour, on several
-    texts; nothing is trained. Positions are extended by repetition where a length needs it.
+    texts: as patched, calibrated, and after an attention transfer that takes, with the calibration, so many seconds of
+    a processor. Positions are extended by repetition where a length needs it.
 
     Args:
         model: A sentence encoder with mean pooling: folder, Hub name or name of a package.
-        dataset: Text file that is calibrated on.
+        dataset: Text file that is calibrated and trained on.
         texts: Text files that are measured on.
         lengths: Tokens of a passage.
         outside: What to put outside of the window.
         tokens: Tokens of the calibration.
         passages: Passages of each text.
+        seconds: Seconds of processor time for calibration and attention transfer; 0: calibrated only.
         batch_tokens: Tokens of a batch.
-        seeds: Each takes other passages for the calibration.
+        seeds: Each takes other passages for calibration and training.
     """
     unknown = [name for name in outside if name not in ENCODER_OUTSIDE]
     if unknown:
@@ -324,7 +332,7 @@ def encoder_start(
     def passages_of(path: str, length: int) -> list[list[int]]:
         return text_rows(tokenizer, text_documents(Path(path), "auto"), length, causal=False)
 
-    def calibration_rows(length: int, seed: int) -> list[list[int]]:
+    def training_rows(length: int, seed: int) -> list[list[int]]:
         rows = [row for row in passages_of(dataset, length) if len(row) == length]
         random.Random(f"encoder start {seed}").shuffle(rows)
         return rows
@@ -335,20 +343,27 @@ def encoder_start(
         batches = padded_batches(rows, max(1, batch_tokens // length), pad)
         return EmbeddingCosine(batches, sentence_embeddings(extended(length), batches))
 
-    def measured(length: int, name: str, seed: int) -> Rows:
+    def measured(length: int, name: str, seed: int, budget: float) -> Rows:
         options, calibrated = ENCODER_OUTSIDE[name]
         student = hla.patch_model(shared_copy(extended(length)), "window", **options)
+        batches = padded_batches(training_rows(length, seed), max(1, batch_tokens // length), pad)
         began = time.process_time()
         if calibrated:
-            batches = padded_batches(calibration_rows(length, seed), max(1, batch_tokens // length), pad)
             hla.calibrate(student, batches[: -(-tokens // batch_tokens)], max_length=length)
-        seconds = time.process_time() - began
+        cost = {"calibration": time.process_time() - began, "steps": 0}
+        if budget:
+            trial, began = copy.deepcopy(student), time.process_time()
+            hla.transfer_attention(trial, batches, max_steps=TIMED_STEPS)
+            step = (time.process_time() - began) / TIMED_STEPS
+            cost["steps"] = max(1, round((budget - cost["calibration"]) / step))
+            hla.transfer_attention(student, batches, max_steps=cost["steps"])
         measures = {Path(path).name: measure_of(path, length) for path in texts}
-        return [{"text": text, **measure(student), "calibration": seconds} for text, measure in measures.items()]
+        return [{"text": text, **measure(student), **cost} for text, measure in measures.items()]
 
     settings = {"passages": passages, "batch_tokens": batch_tokens, "texts": [Path(path).name for path in texts]}
     settings |= {"calibrated on": Path(dataset).name, "tokens": tokens}
-    for length, seed, name_outside in product(lengths, seeds, outside):
-        if ENCODER_OUTSIDE[name_outside][1] or seed == seeds[0]:  # the seed changes nothing else
-            facts = {"model": Path(name).name, "length": length, "outside": name_outside, "seed": seed}
-            yield Cell(facts, partial(measured, length, name_outside, seed), settings)
+    for length, budget, seed, name_outside in product(lengths, seconds, seeds, outside):
+        calibrated = ENCODER_OUTSIDE[name_outside][1]
+        if calibrated or (seed == seeds[0] and not budget):  # the others learn nothing, and the seed changes nothing
+            facts = {"model": Path(name).name, "length": length, "seconds": budget, "outside": name_outside}
+            yield Cell({**facts, "seed": seed}, partial(measured, length, name_outside, seed, budget), settings)
