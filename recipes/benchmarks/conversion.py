@@ -305,7 +305,7 @@ def encoder_start(
     a processor. Positions are extended by repetition where a length needs it.
 
     Args:
-        model: A sentence encoder with mean pooling: folder, Hub name or name of a package.
+        model: A sentence encoder with mean pooling: folder or Hub name.
         dataset: Text file that is calibrated and trained on.
         texts: Text files that are measured on.
         lengths: Tokens of a passage.
