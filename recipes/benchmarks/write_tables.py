@@ -566,7 +566,8 @@ def mechanisms_table() -> str:
 
 def evaluation_summary(folder: str = "recipes/results/evaluate-minilm") -> str:
     """The table of a committed report of `evaluate`, and its plot of quality against speed."""
-    _, head, table, *_ = (ROOT / folder / "report.md").read_text(encoding="utf-8").split("\n\n")
+    report = (ROOT / folder / "report.md").read_text(encoding="utf-8")
+    head, table = report.split("\n\n")[1], report.partition("## All mechanisms\n\n")[2].partition("\n\n")[0]
     table = re.sub("-{3,}", "---", re.sub(" {2,}", " ", table))
     links = f"[The whole report]({folder}/report.md).", f"![Quality against speed]({folder}/quality_vs_speed.png)"
     return "\n\n".join([head, table, *links])

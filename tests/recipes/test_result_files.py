@@ -23,7 +23,6 @@ SAID = "former defaults"
 FORMER = {
     "budgets",
     "demo-minilm",
-    "evaluate-minilm",
     "fidelity.json",
     "glue.json",
     "glue-epochs.json",
