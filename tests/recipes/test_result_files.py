@@ -22,7 +22,6 @@ SAID = "former defaults"
 #: Results from before files held their defaults that other defaults would change: `hedgehog` outside of windows.
 FORMER = {
     "budgets",
-    "demo-minilm",
     "fidelity.json",
     "glue.json",
     "glue-epochs.json",
