@@ -142,11 +142,13 @@ class PatchReport:
         model: The class of the model.
         layers: All self-attention layers.
         unfitted: The layers in which nothing outside of the window is attended to until `calibrate` fits that part.
+        windows_only: Those in which nothing outside of it ever is: their model's positions have no far form.
     """
 
     model: str
     layers: tuple[LayerReport, ...]
     unfitted: tuple[int, ...] = ()
+    windows_only: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -179,6 +181,11 @@ class PatchReport:
                 f"In {len(self.unfitted)} layers nothing is attended to outside of the window yet: calibrate(model, "
                 "batches) fits that part to some thousand tokens of text, without training."
             )
+        if self.windows_only:
+            lines.append(
+                f"In {len(self.windows_only)} layers nothing is attended to outside of the window and its sinks: the "
+                "positions of the model change at every distance, and no sums over far tokens have them."
+            )
         return "\n".join(lines)
 
 
@@ -193,7 +200,7 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
     """
     check_patched(model)
     installed = installed_layers(model)
-    rows, unfitted = [], []
+    rows, unfitted, windows_only = [], [], []
     for index, layer in enumerate(self_attention(model)):
         config = installed.get(index)
         if config is None:
@@ -209,4 +216,6 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
         rows.append(LayerReport(index, layer.name, *facts, config.exact_heads))
         if is_unfitted(linear_mechanism(mechanism)):
             unfitted.append(index)
-    return PatchReport(base_class(type(model)).__name__, tuple(rows), tuple(unfitted))
+        if mechanism.shape.endless_positions:
+            windows_only.append(index)
+    return PatchReport(base_class(type(model)).__name__, tuple(rows), tuple(unfitted), tuple(windows_only))

@@ -30,6 +30,8 @@ class AttentionShape:
     softcap: float | None = None
     #: The distance from which on the model's position bias is constant.
     bias_reach: int = 0
+    #: Whether the model's position terms go on changing at any distance, so that no sums over far keys have them.
+    endless_positions: bool = False
 
     @property
     def token_bytes(self) -> int:

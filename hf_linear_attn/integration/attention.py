@@ -111,7 +111,7 @@ def terms_of(context: LayerContext, kwargs: dict[str, Any]) -> Terms | None:
     if context.causal is None:
         return None
     bias = kwargs.get("position_bias")
-    bias = None if bias is None else bias[0, :, 0]
+    bias = None if bias is None or bias.shape[2] > 1 else bias[0, :, 0]
     positions = bias, kwargs.get("disentangled"), kwargs.get("alibi_slopes")
     values = kwargs.get("s_aux"), kwargs.get("softcap") or None, *positions
     return None if all(value is None for value in values) else Terms(*values)
@@ -317,6 +317,12 @@ def _check_call(call: InterfaceCall, mechanism: Any) -> None:
                 f"{call.label} passes {name!r} to its attention, which linear attention cannot apply. Give the "
                 "layer 'softmax'."
             )
+    bias = call.kwargs.get("position_bias")
+    if bias is not None and bias.shape[2] > 1:
+        raise NotImplementedError(
+            f"{call.label} adds a bias of its own for each pair of tokens, which linear attention cannot apply. Give "
+            "the layer 'softmax'."
+        )
     query, key = call.query, call.key
     if key.shape[2] != query.shape[2]:
         raise ValueError(

@@ -119,7 +119,7 @@ def _attention_layer(
         against = None
     return replace(
         layer,
-        span=_span(module, around),
+        span=_span(module, around, adapter),
         obstacle=_obstacle(module, adapter),
         causal=causal,
         masks_causal=bool(against),
@@ -307,13 +307,16 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
             "'softmax'."
         )
     groups = getattr(module, "num_key_value_groups", None)
-    kv_heads = heads // groups if groups else _first(module, ("num_key_value_heads",)) or heads
-    if layer.adapter is not None:
-        kv_heads = layer.adapter.key_value_heads(module) or kv_heads
+    kv_heads = heads // int(groups) if groups else _first(module, ("num_key_value_heads",)) or heads
+    adapter = layer.adapter
+    if adapter is not None:
+        kv_heads = adapter.key_value_heads(module) or kv_heads
     value_dim = _first(module, ("v_head_dim",)) or head_dim
     sizes = heads, kv_heads, head_dim, value_dim
-    reach = 0 if layer.adapter is None else layer.adapter.bias_reach(module)
-    return AttentionShape(*sizes, index, max_length, layer.causal, softcap=softcap_of(module), bias_reach=reach)
+    shape = AttentionShape(*sizes, index, max_length, layer.causal, softcap=softcap_of(module))
+    if adapter is None:
+        return shape
+    return replace(shape, bias_reach=adapter.bias_reach(module), endless_positions=adapter.endless_positions(module))
 
 
 def predicts_next_tokens(model: PreTrainedModel) -> bool:
@@ -367,8 +370,10 @@ def _first_size(values: Iterable[object]) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _span(module: nn.Module, model: nn.Module) -> str:
+def _span(module: nn.Module, model: nn.Module, adapter: Adapter | None) -> str:
     """Return "full", or what part of the sequence a module attends to, in the model that makes its masks."""
+    if adapter is not None and (span := adapter.span(module)) != "full":
+        return span
     types = config_value(module, "layer_types")
     index = layer_index(module)
     if isinstance(types, (list, tuple)) and index is not None and index < len(types):

@@ -64,6 +64,7 @@ SIZES = (
     ("temporal_patch_size",),
     ("num_mel_bins",),
     ("max_source_positions",),
+    ("feature_projection_input_dim",),
 )
 #: Samples of a sound, and frames, rows and columns of the patches of two images.
 SAMPLES, GRID = 4000, ((1, 4, 4), (1, 4, 4))
@@ -315,10 +316,10 @@ def _inputs(model: Any) -> Iterator[Inputs]:
     if "input_ids" in names:
         text = {"input_ids": _tokens(model)}
         yield {**text, **accepted(model, decoder_input_ids=text["input_ids"].flip(1))}
-    size, channels, patch, times, bins, positions = (_first_integer(config, *options) for options in SIZES)
+    size, channels, patch, times, bins, positions, width = (_first_integer(config, *options) for options in SIZES)
     shapes = {
         "pixel_values": (2, channels, size, size),
-        "input_features": (2, bins, 2 * positions),
+        "input_features": (2, LENGTH, width) if width else (2, bins, 2 * positions),
         "input_values": (2, SAMPLES),
     }
     first = next(model.parameters())

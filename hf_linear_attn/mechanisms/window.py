@@ -13,6 +13,7 @@ from ..ops import backends, parallel
 from ..ops import windowed as ops
 from ..ops.calls import Mix, WindowedCall
 from ..ops.common import State, block_length, compute_dtype, mask_tokens, token_blocks
+from ..ops.formulas import FusedMap, FusedMaps
 from ..ops.int8 import stored_dtype
 from ..ops.prepared import prepare, run_prepared
 from ..ops.sinks import end_positions, sink_pairs
@@ -51,6 +52,23 @@ def is_closed(log_mix: Tensor) -> Tensor:
     return log_mix <= CLOSED_MIX / 2
 
 
+class NoFeatures(FeatureMap):
+    """The map of a layer in which nothing outside of the window is attended to: features of zero.
+
+    They are few, and have a formula, so that kernels run it.
+    """
+
+    num_features = 8
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape, None)
+        self.register_buffer("weight", torch.zeros(1, shape.head_dim, self.num_features))
+
+    def fused(self, scaling: float) -> FusedMaps:
+        formula = FusedMap("relu", self.get_buffer("weight"))
+        return formula, formula
+
+
 class HybridOptions(Options):
     """Options of a window with exact weights, and of the feature map outside it."""
 
@@ -67,7 +85,8 @@ class HybridAttention(LinearAttention):
     """Base class of the hybrids. Subclasses implement `forward`, and say which keys have exact weights.
 
     They serve every term of a model's logits (`ops.terms`). A position bias is constant outside of the window, which is
-    therefore at least as wide as the distances at which the bias changes.
+    therefore at least as wide as the distances at which the bias changes. Where positions have no such end
+    (Transformer-XL), nothing outside of the window is attended to.
     """
 
     served_terms = EVERY_TERM
@@ -81,6 +100,8 @@ class HybridAttention(LinearAttention):
         if (seed := vars(options).get("seed")) is not None:  # of all that the mechanism draws
             values = seed_options(entry, seed, values)
         self.feature_map: FeatureMap = entry.factory(shape, build_options(entry, values))
+        if shape.endless_positions:
+            self.feature_map = NoFeatures(shape)
         if self.feature_map.signed:
             raise ValueError(
                 f"A window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "
@@ -190,6 +211,8 @@ class WindowAttention(HybridAttention):
             "sink_tokens": CAUSAL_SINKS if shape.causal else BIDIRECTIONAL_SINKS,
         }
         chosen: dict[str, Any] = {name: x for name, x in automatic.items() if vars(options)[name] == "auto"}
+        if shape.endless_positions:
+            chosen |= {"mix_init": CLOSED_MIX, "saturation": None}
         options = replace(options, **chosen)
         super().__init__(shape, options)
         if shape.causal:  # in encoders weights are as good for the cosines of embeddings, and better for their ranks

@@ -1,6 +1,9 @@
 """Disentangled attention (DeBERTa, He et al. 2020, arXiv:2006.03654): logits with learned vectors for each distance.
 
-    l_ij = τ q_i·k_j + τ q_i·A[t(i - j)] + k_j·B[t(i - j)]
+    l_ij = τ q_i·k_j + (τ q_i + c)·A[t(i - j)] + k_j·B[t(i - j)]
+
+Transformer-XL (Dai et al. 2019, arXiv:1901.02860) is the case of A alone, a row for each distance, and c = τ (v - u),
+where q holds u already. (DeBERTa has no c.)
 
 In a window only the `2 w - 1` rows of A and B for its distances take part. Keys outside of it count, on either side, as
 if they stood at one distance f, the geometric mean of w and the last distance with a row of its own: the weight is then
@@ -38,23 +41,25 @@ class Disentangled:
         query_table: A `[H, K, d]`.
         key_table: τ B `[H, K, d]`.
         rows: t, the row of each distance i - j from -D to D, `[2 D + 1]`; it is constant beyond.
+        offset: c `[H, d]`.
     """
 
     query_table: Tensor | None
     key_table: Tensor | None
     rows: Tensor
+    offset: Tensor | None = None
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Disentangled:
-        """Apply a function to the tables, whose first dimension is that of the heads."""
+        """Apply a function to the tables and c, whose first dimension is that of the heads."""
         changes = {name: function(table) for name, table in self._tables()}
         return replace(self, **changes)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Iterate over the tables that there are."""
+        """Iterate over the tables that there are, and c."""
         return (table for _, table in self._tables())
 
     def _tables(self) -> Iterator[tuple[str, Tensor]]:
-        for name in ("query_table", "key_table"):
+        for name in ("query_table", "key_table", "offset"):
             table: Tensor | None = getattr(self, name)
             if table is not None:
                 yield name, table
@@ -64,6 +69,10 @@ class Disentangled:
         last = len(self.rows) // 2
         return self.rows[distance.clamp(-last, last) + last]
 
+    def moved(self, query: Tensor) -> Tensor:
+        """Return `τ q + c` of queries τ q `[…, H, l, d]`."""
+        return query if self.offset is None else query + self.offset.unsqueeze(1).to(query.dtype)
+
     def pairs(self, query: Tensor, key: Tensor, distance: Tensor) -> Tensor:
         """Return what is added to the logits of queries τ q `[B, H, L, d]` and keys `[B, H, S, d]`, `[B, H, L, S]`.
 
@@ -72,7 +81,7 @@ class Disentangled:
         index = self.index(distance).expand(len(query), -1, -1)
         parts = []
         if self.query_table is not None:
-            parts.append(_products(query, self.query_table.to(query.dtype), index))
+            parts.append(_products(self.moved(query), self.query_table.to(query.dtype), index))
         if self.key_table is not None:
             parts.append(_products(key, self.key_table.to(key.dtype), index.transpose(1, 2)).transpose(2, 3))
         return torch.stack(parts).sum(dim=0)
@@ -83,7 +92,7 @@ class Disentangled:
         Those of queries are in the order of falling distances, those of keys in that of rising ones.
         """
         queries, keys = self.near_tables(window)
-        of_queries = None if queries is None else query @ queries.to(query.dtype).mT
+        of_queries = None if queries is None else self.moved(query) @ queries.to(query.dtype).mT
         return of_queries, None if keys is None else key @ keys.to(key.dtype).mT
 
     def near_tables(self, window: int) -> tuple[Tensor | None, Tensor | None]:
@@ -104,12 +113,14 @@ class Disentangled:
 
     def exponents(self, x: Tensor, window: int, *, keys: bool, scaling: float) -> Tensor:
         """Return the logarithms of the factors of queries or keys `[B, H, l, d]` on either side, `[B, H, l, 2]`."""
-        table, scale = (self.key_table, 1.0) if keys else (self.query_table, scaling)
+        table = self.key_table if keys else self.query_table
         if table is None:
             return x.new_zeros(*x.shape[:3], 2)
+        if not keys:
+            x = self.moved(x * scaling)
         far = round(math.sqrt(window * max(len(self.rows) // 2, window)))
         rows = self.index(torch.tensor([far, -far], device=self.rows.device))
-        exponents = (x @ table[:, rows].to(x.dtype).transpose(-1, -2)) * scale
+        exponents = x @ table[:, rows].to(x.dtype).mT
         return exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
 
 

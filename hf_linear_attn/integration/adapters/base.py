@@ -19,6 +19,14 @@ class Adapter:
     #: The names of the terms that all modules add to their logits.
     terms: tuple[str, ...] = ()
 
+    def applies(self, module: Any) -> bool:
+        """Return whether a module needs the adapter: the class may have kinds that do not."""
+        return True
+
+    def span(self, module: Any) -> str:
+        """Return "full", or what part of the sequence a module attends to."""
+        return "full"
+
     def obstacle(self, module: Any) -> str:
         """Return why a module cannot be linear; "" where nothing is against it."""
         return ""
@@ -30,6 +38,10 @@ class Adapter:
     def bias_reach(self, module: nn.Module) -> int:
         """Return the distance from which on the position bias of a module is constant; 0 without one."""
         return 0
+
+    def endless_positions(self, module: Any) -> bool:
+        """Return whether what a module adds for a distance goes on changing at any distance."""
+        return False
 
     def key_value_heads(self, module: Any) -> int | None:
         """Return the number of key-value heads that a module passes; None where it and its config say so."""
@@ -87,8 +99,9 @@ def register(adapter: Adapter, *class_names: str) -> None:
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """Return the adapter of an attention module, if its class has one."""
-    return _ADAPTERS.get(type(module).__name__)
+    """Return the adapter of an attention module, if its class has one and it needs it."""
+    adapter = _ADAPTERS.get(type(module).__name__)
+    return adapter if adapter is not None and adapter.applies(module) else None
 
 
 def set_method(module: Any, name: str, function: Any) -> None:

@@ -59,7 +59,7 @@ def _relative_inputs(call: WindowedCall, relative: Disentangled, query: Tensor, 
         for tensor, is_keys in ((query, False), (key, True))
     )
     inputs = {
-        "near_bias": _near(relative, query, key, call.window),
+        "near_bias": _near(relative, relative.moved(query), key, call.window),
         "mix": rows[..., 0],
         "row_behind": (rows[..., 1] - rows[..., 0]).exp(),
         "key_before": keys[..., 0].exp(),
