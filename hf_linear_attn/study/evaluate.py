@@ -20,12 +20,10 @@ from ..data.config import DataConfig
 from ..measure.fidelity import FidelityMetric
 from ..measure.metric import Metric
 from ..mechanisms.softmax import EXACT
-from ..patching import patch_model
-from ..registry import ATTENTIONS, seed_options
+from ..registry import ATTENTIONS
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.formatting import fixed
-from ..utils.models import shared_copy
 from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress
 from .checkpoint_groups import find_checkpoints
@@ -43,7 +41,7 @@ from .options import (
 from .results import Evaluation, Measured
 from .study import Study, check_study, open_study
 from .timing import SpeedStudy
-from .variants import timed_variants, variants_of
+from .variants import check_fits, timed_variants, variants_of
 
 Examples = Callable[[EvaluatedModel, Mapping[str, Callable[[], PreTrainedModel]]], Mapping[str, Any]]
 """Data frames by title, from the exact model and loaders of linear ones by their label."""
@@ -213,14 +211,6 @@ def check_mechanism(name: str) -> None:
     ATTENTIONS.get(name)
     if name == EXACT:
         raise ValueError(f"attention {name!r} is the exact attention, which is always measured. Name another one.")
-
-
-def check_fits(model: PreTrainedModel, name: str, seed: int) -> None:
-    """Raise a ValueError if a mechanism does not fit a model."""
-    try:
-        patch_model(shared_copy(model), name, **seed_options(ATTENTIONS.get(name), seed))
-    except NotImplementedError as error:
-        raise ValueError(f"{name!r} cannot be measured on this model: {error}") from error
 
 
 def inputs_text(facts: Mapping[str, int]) -> str:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..checkpoints import load_checkpoint
 from ..integration.ablation import without_attention
 from ..integration.context import is_learned, saved_tensors
+from ..integration.discovery import longest_input
 from ..measure.metric import Metric
 from ..measure.speed import timing_options
 from ..mechanisms.softmax import EXACT
@@ -91,7 +92,8 @@ def variants_of(
         yield [reference]
     for name in attentions:
         for seed in seeds:
-            if row := mechanism_stages(evaluated, study, name, seed, steps, is_first=seed == seeds[0]):
+            stages = MechanismStages(evaluated, study, name, seed, steps)
+            if row := stages.variants(is_first=seed == seeds[0]):
                 yield row
     for group in groups:
         for folder, fingerprint in group.folders.items():
@@ -105,64 +107,81 @@ def load_converted(evaluated: EvaluatedModel, folder: str) -> PreTrainedModel:
     return model.eval().to(evaluated.model.device)
 
 
-def mechanism_stages(
-    evaluated: EvaluatedModel, study: Study, name: str, seed: int, steps: int, *, is_first: bool
-) -> list[Variant]:
-    """Return a mechanism untrained (what it learns is calibrated) and, if it learns, after attention transfer.
+@dataclass(frozen=True)
+class MechanismStages:
+    """One mechanism with one seed: untrained (what it learns is calibrated), and after attention transfer."""
 
-    Each loads a model of its own. There is nothing if a seed changes nothing.
-    """
-    entry = ATTENTIONS.get(name)
-    options, trains = seed_options(entry, seed), entry.learned and steps > 0
-    if not trains and not options and not is_first:
-        return []
+    evaluated: EvaluatedModel
+    study: Study
+    name: str
+    seed: int
+    steps: int  # of attention transfer
 
-    def calibrated() -> PreTrainedModel:
-        model = patch_model(shared_copy(evaluated.model), name, **options)
-        if entry.learned:
-            calibrate_untrained(model, evaluated.training_batches(seed)[0])
+    def variants(self, *, is_first: bool) -> list[Variant]:
+        """Return its stages, each of which loads a model of its own; nothing if the seed changes nothing.
+
+        Of a mechanism that learns nothing there is one stage.
+        """
+        entry, seed = ATTENTIONS.get(self.name), self.seed
+        options, trains = seed_options(entry, seed), entry.learned and self.steps > 0
+        if not trains and not options and not is_first:
+            return []
+        settings = {"order": seed} if entry.learned else {}
+        own_seed = seed if trains or options else None
+        untrained = Variant(self.name, self.name, cache(self.calibrated), "untrained", own_seed, options, settings)
+        if not trains:
+            return [untrained]
+        after = replace(untrained, state="transferred", settings={**settings, "steps": self.steps})
+        return [untrained, replace(after, load=cache(partial(self.transferred, untrained, after)))]
+
+    def calibrated(self) -> PreTrainedModel:
+        """Return the model with the mechanism, of which nothing has been trained."""
+        model = patched_copy(self.evaluated.model, self.name, self.seed)
+        if ATTENTIONS.get(self.name).learned:
+            calibrate_untrained(model, self.evaluated.training_batches(self.seed)[0])
         return model
 
-    settings = {"order": seed} if entry.learned else {}
-    own_seed = seed if trains or options else None
-    untrained = Variant(name, name, cache(calibrated), "untrained", own_seed, options, settings)
-    if not trains:
-        return [untrained]
-    after = replace(untrained, state="transferred", settings={**settings, "steps": steps})
-
-    def trained() -> PreTrainedModel:
-        model = patch_model(shared_copy(evaluated.model), name, **options)
+    def transferred(self, untrained: Variant, after: Variant) -> PreTrainedModel:
+        """Return the model with the parameters of an attention transfer: those that are stored, or it is done now."""
+        model = patched_copy(self.evaluated.model, self.name, self.seed)
         model.load_state_dict(saved_tensors(untrained.load(), is_learned), strict=False)
+        evaluated = self.evaluated
         conditions = after.of(evaluated.conditions("attention_transfer", settings=evaluated.metric_settings("")))
-        return transferred(evaluated, study, model, conditions, steps)
+        learned = self.study.learned(conditions, partial(self.train, model), label=self.name)
+        model.load_state_dict(learned, strict=False)
+        return model
 
-    return [untrained, replace(after, load=cache(trained))]
-
-
-def transferred(
-    evaluated: EvaluatedModel, study: Study, model: PreTrainedModel, conditions: Conditions, steps: int
-) -> PreTrainedModel:
-    """Give a patched model its trained parameters, the stored ones or those of a transfer now, and return it."""
-    name, seed = conditions.attention, conditions.seed or 0
-
-    def train() -> tuple[dict[str, Any], Learned]:
-        batches, validation = evaluated.training_batches(seed)
-        with local_seed(seed):
+    def train(self, model: PreTrainedModel) -> tuple[dict[str, Any], Learned]:
+        """Train a patched model; return what a record says of that, and the parameters."""
+        batches, validation = self.evaluated.training_batches(self.seed)
+        with local_seed(self.seed):
             result = transfer_attention(
                 model,
                 batches,
-                max_steps=steps,
+                max_steps=self.steps,
                 validation=validation,
-                eval_steps=max(steps // EVALUATIONS, 1),
-                progress=lambda step, total, loss: study.progress.status(
-                    f"{name}: attention transfer, loss {loss:.3f}", step, total
-                ),
+                eval_steps=max(self.steps // EVALUATIONS, 1),
+                progress=self.show_step,
             )
         values = {"steps": result.steps, "tokens": result.tokens, "best_step": result.best_step}
         return {**values, "seconds": result.seconds}, saved_tensors(model, is_learned)
 
-    model.load_state_dict(study.learned(conditions, train, label=name), strict=False)
-    return model
+    def show_step(self, step: int, steps: int, loss: float) -> None:
+        """Show how far the transfer is."""
+        self.study.progress.status(f"{self.name}: attention transfer, loss {loss:.3f}", step, steps)
+
+
+def patched_copy(model: PreTrainedModel, name: str, seed: int) -> PreTrainedModel:
+    """Return a copy that shares the weights of a model, with a mechanism whose features are drawn by a seed."""
+    return patch_model(shared_copy(model), name, **seed_options(ATTENTIONS.get(name), seed))
+
+
+def check_fits(model: PreTrainedModel, name: str, seed: int) -> None:
+    """Raise a ValueError if a mechanism does not fit a model."""
+    try:
+        patched_copy(model, name, seed)
+    except NotImplementedError as error:
+        raise ValueError(f"{name!r} cannot be measured on this model: {error}") from error
 
 
 def timed_variants(
@@ -172,7 +191,7 @@ def timed_variants(
 
     A mechanism that is built for a largest length is built for the longest one that is timed.
     """
-    model, limit = evaluated.model, evaluated.facts()["positions"]
+    model, limit = evaluated.model, longest_input(evaluated.model)
     first, last = references(model)
     variants = [first]
     for name in attentions:

@@ -21,7 +21,7 @@ from hf_linear_attn.study.kinds import held_out_batches
 from hf_linear_attn.study.models import weights_fingerprint
 from hf_linear_attn.study.options import EvaluateConfig, SpeedConfig, with_options
 from hf_linear_attn.study.study import RECORDS_FILE, Records, open_study
-from hf_linear_attn.study.variants import mechanism_stages, timed_variants
+from hf_linear_attn.study.variants import MechanismStages, timed_variants
 from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
@@ -188,7 +188,7 @@ def test_a_transfer_leaves_the_random_generators_alone(folder: Path) -> None:
     data = DataConfig(dataset=str(folder / "text.txt"), max_length=32)
     evaluated = load_evaluated_model(str(folder / "bert"), EvaluateConfig(data=data, quick=True))
     with open_study(None, "test", {}) as study:
-        _, transferred = mechanism_stages(evaluated, study, "hedgehog", 1, 1, is_first=True)
+        _, transferred = MechanismStages(evaluated, study, "hedgehog", 1, 1).variants(is_first=True)
         state = torch.get_rng_state()
         transferred.load()
     assert torch.equal(torch.get_rng_state(), state)
@@ -202,7 +202,7 @@ def test_what_a_value_depends_on_is_in_its_conditions(folder: Path) -> None:
         config = EvaluateConfig(data=data, recall_lengths=(64,), quick=True)
         evaluated = load_evaluated_model(str(folder / "bert"), config, tokenizer)
         with open_study(None, "test", {}) as study:
-            untrained, _ = mechanism_stages(evaluated, study, "window", seed, steps, is_first=True)
+            untrained, _ = MechanismStages(evaluated, study, "window", seed, steps).variants(is_first=True)
         ids = [
             untrained.of(evaluated.conditions(name, settings=evaluated.metric_settings(name))).id
             for name in evaluated.metrics
