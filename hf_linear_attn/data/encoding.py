@@ -83,16 +83,17 @@ def encode_targets(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max
     return encode_pairs(targets, tokenizer, [source], max_length)
 
 
-def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_length: int) -> Encoded:
+def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
     """Encode a text column as full blocks for causal language models.
 
     The rows are those of `packed_rows`: the documents are joined in order, each followed by the end-of-sequence token
-    if the tokenizer has one, and split into blocks that begin with what the tokenizer puts before a text. The remainder
-    that fills no block is counted in `dropped`; too little text for one block is a shorter one. Empty rows add nothing,
-    not even the end token. Raises as `encode_pairs`, and where there is nothing to predict.
+    if the tokenizer has one, and split into blocks of `max_length` tokens that begin with what the tokenizer puts
+    before a text. The remainder that fills no block is counted in `dropped`; too little text for one block is a shorter
+    one. Empty rows add nothing, not even the end token. Raises as `encode_pairs`, and where there is nothing to
+    predict.
     """
     datasets = import_datasets()
-    check_argument("block_length", block_length, int, least=2)
+    check_argument("max_length", max_length, int, least=2)
     ending = end_tokens(tokenizer)
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
@@ -103,7 +104,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     parts = [table["input_ids"].combine_chunks().flatten() for table in encoded.with_format("arrow").iter(BATCH_SIZE)]
     tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
     before = special_tokens(tokenizer, filter(None, dataset[text_column]))[0] if len(tokens) else []
-    capacity = max(block_length - len(before), 1)
+    capacity = max(max_length - len(before), 1)
     capacity = min(capacity, len(tokens))
     if len(before) + capacity < 2:
         raise ValueError(f"{len(tokens)} tokens leave nothing to predict. Give more text.")

@@ -1,4 +1,13 @@
-"""The data of a task as a Trainer takes it: encoded rows, a collator, metrics; and what its model's head needs."""
+"""The data of a task as a Trainer takes it: encoded rows, a collator, metrics; and what its model's head needs.
+
+On its way through `convert` and `evaluate` a text has five shapes:
+
+1. what a person brings: a file, a folder, a name on the Hub, or documents in memory (`DataConfig`);
+2. columns of text and labels by splits (`files.Source`);
+3. rows of token ids, to train on and held out (`TaskData`);
+4. batches of tensors, which the collator of the task makes of rows;
+5. the numbers of a metric (`measure.metric.Metric`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +16,10 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -123,6 +133,10 @@ class TaskData:
         return scores
 
 
+Parts = tuple[TaskData, Source, Callable[..., Encoded]]
+"""The data of a task without rows, the splits that these are made of, and how they are encoded."""
+
+
 def collate_blocks(rows: list[Any]) -> dict[str, Tensor]:
     """Return a batch of blocks of equal length, which predict every next token."""
     ids = torch.tensor([row["input_ids"] for row in rows])
@@ -192,15 +206,17 @@ def load_task_data(
     if task_type == "classification":
         if documents is not None:
             raise ValueError("Documents have no labels, which classification needs: give --data.dataset.")
-        return _classification(tokenizer, data, data.max_length, seed, head)
-    if task_type == "seq2seq-lm":
-        return _pairs_of_texts(tokenizer, data, data.max_length, seed)
-    return _language_model(task_type, tokenizer, data, data.max_length, seed, documents)
+        parts = _classification(tokenizer, data, head)
+    elif task_type == "seq2seq-lm":
+        parts = _pairs_of_texts(tokenizer, data)
+    else:
+        parts = _language_model(task_type, tokenizer, data, documents)
+    task_data, source, encode = parts
+    _encode(task_data, source, data, seed, partial(encode, tokenizer=tokenizer, max_length=data.max_length))
+    return task_data
 
 
-def _classification(
-    tokenizer: Any, data: DataConfig, max_length: int, seed: int, head: PreTrainedConfig | None
-) -> TaskData:
+def _classification(tokenizer: Any, data: DataConfig, head: PreTrainedConfig | None) -> Parts:
     source, columns, labels, metrics = load_labelled(data, head)
     names = tuple(dict.fromkeys(data.metrics or metrics))
     # An unknown name, or a metric for other labels, is an error now, and not after the first pass over the data.
@@ -216,25 +232,19 @@ def _classification(
         labelled=labels,
         source=source_name(data),
     )
-    _encode(task_data, source, data, seed, lambda rows: encode_pairs(rows, tokenizer, columns, max_length))
-    return task_data
+    return task_data, source, partial(encode_pairs, columns=columns)
 
 
-def _pairs_of_texts(tokenizer: Any, data: DataConfig, max_length: int, seed: int) -> TaskData:
+def _pairs_of_texts(tokenizer: Any, data: DataConfig) -> Parts:
     if len(data.text_columns) != 2:
         listed = ", ".join(data.text_columns) or "none"
         problem = f"of seq2seq-lm are two, the inputs and the targets, not {listed}"
         raise OptionError("data.text_columns", f"{problem}. Name them: --data.text_columns INPUT TARGET.")
     task_data = TaskData("seq2seq-lm", tokenizer, DataCollatorForSeq2Seq(tokenizer), source=source_name(data))
-    source = load_splits(data, data.text_columns)
-    columns = data.text_columns
-    _encode(task_data, source, data, seed, lambda rows: encode_targets(rows, tokenizer, columns, max_length))
-    return task_data
+    return task_data, load_splits(data, data.text_columns), partial(encode_targets, columns=data.text_columns)
 
 
-def _language_model(
-    task_type: str, tokenizer: Any, data: DataConfig, length: int, seed: int, documents: Sequence[str] | None
-) -> TaskData:
+def _language_model(task_type: str, tokenizer: Any, data: DataConfig, documents: Sequence[str] | None) -> Parts:
     column, causal = document_column(data), task_type == "causal-lm"
     collator: Any = collate_blocks if causal else DataCollatorWithPadding(tokenizer)
     if task_type == "masked-lm":
@@ -244,10 +254,8 @@ def _language_model(
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
     task_data = TaskData(task_type, tokenizer, collator, source=source_name(data, documents))
     source = load_splits(data, [column], documents)
-    task_data.rows = rows_text(sum(map(len, source.splits.values())), length, causal=causal)
-    encode = encode_blocks if causal else encode_passages
-    _encode(task_data, source, data, seed, lambda rows: encode(rows, tokenizer, column, length))
-    return task_data
+    task_data.rows = rows_text(sum(map(len, source.splits.values())), cast(int, data.max_length), causal=causal)
+    return task_data, source, partial(encode_blocks if causal else encode_passages, text_column=column)
 
 
 def source_name(data: DataConfig, documents: Sequence[str] | None = None) -> str:
@@ -333,7 +341,6 @@ def load_labelled(
                 raise OptionError(f"data.{name}", f"is for your own data: {data.task!r} has its columns. Leave it out.")
         task = TASKS.get(data.task)
         columns, label_columns, metrics = task.columns, ("label",), task.metrics
-        source = load_task(data.task, folder=data.folder, revision=data.revision)
     else:
         if len(columns) not in (1, 2):
             listed = ", ".join(columns) or "none"
@@ -342,7 +349,7 @@ def load_labelled(
             raise OptionError("data.text_columns", "cannot be 'label', the column of the labels. Rename it.")
         if shared := [name for name in label_columns if name in columns]:
             raise OptionError("data.label_column", f"{shared[0]!r} is a column of text. Name that of the labels.")
-        source = _load(data, (*columns, *label_columns))
+    source = _load(data, (*columns, *label_columns))
     splits, labels = encode_labels(source, label_columns, None if head is None else Head.of(head))
     splits = hold_out(splits, data.validation_size)
     return (

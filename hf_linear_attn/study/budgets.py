@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoints import read_config
 from ..data.config import BUDGETS
 from ..measure.metric import Score
-from .kinds import KINDS, Kind
+from ..training.options import ConvertConfig
+from .kinds import KINDS, Kind, task_type_of
 
 #: Of a damage or a share in percent; the digits after them are those of rounding.
 DECIMALS = 6
@@ -136,3 +138,17 @@ class Budget:
             example = DAMAGE_UNITS[kind.units[0]].example if kind.units else "2x at 4096"
             remedy = f"Give a budget such as {example!r} or '2x at 4096', or the --task_type of your model."
             raise ValueError(f"The budget {self.text!r} is for {others}; this is {kind.noun}. {remedy}")
+
+
+def budget_of(config: ConvertConfig) -> Budget | None:
+    """Return the budget of a conversion, if it has one.
+
+    A ValueError if it is for another kind of model than the task, or the checkpoint, is.
+    """
+    if config.budget is None:
+        return None
+    budget = Budget.parse(config.budget)
+    budget.check_kind(KINDS[config.resolved_task_type])
+    if budget.cost == "cache" and config.model is not None:
+        budget.check_kind(KINDS[task_type_of(read_config(config.model, config.revision), None, config.data)])
+    return budget

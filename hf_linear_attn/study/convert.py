@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..checkpoints import read_config
 from ..data.encoding import row_lengths
 from ..data.text import standard_library_documents, text_rows
 from ..integration.ablation import without_attention
@@ -33,11 +32,8 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.models import Batch, evaluation_mode, model_inputs, shared_copy
 from ..utils.options import make_config, to_dict
 from . import models
-from .budgets import Budget
 from .card import exactness, model_card, result_lines
 from .choose import choose_heads, plan_of
-from .evaluated_model import task_type_of
-from .kinds import KINDS
 from .result import ConversionResult, HeadChoice, ModelFacts, RecallPair, Scores, SpeedPair, Trainings
 from .run_folder import RESULTS_FILE
 from .stages import TrainingRun
@@ -106,9 +102,6 @@ def execute(
 ) -> ConversionResult:
     """Open a run, and go through its stages unless it has ended before; show its result."""
     config = config.completed()
-    models.read_attention(config)  # an error before the folder is opened
-    if isinstance(config, ConvertConfig) and config.budget is not None:
-        _check_budget(config)
     run = TrainingRun(config, tool, console)
     path = run.folder / RESULTS_FILE
     with run.interruptible():
@@ -126,15 +119,6 @@ def execute(
         model = run.folder / "model"
         run.progress.log(f"Result: {model if model.is_dir() else run.folder}")
     return result
-
-
-def _check_budget(config: ConvertConfig) -> None:
-    """Raise a ValueError if the budget is for another kind of model than the task, or the checkpoint, is."""
-    budget = Budget.parse(str(config.budget))
-    budget.check_kind(KINDS[config.resolved_task_type])
-    if budget.cost == "cache" and config.model is not None:
-        model_config = read_config(config.model, config.revision)
-        budget.check_kind(KINDS[task_type_of(model_config, None, config.data)])
 
 
 def _finetune(run: TrainingRun) -> ConversionResult:

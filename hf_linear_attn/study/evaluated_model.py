@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..checkpoints import read_config, read_tokenizer
-from ..data.config import PYTHON_DOCUMENTATION, DataConfig
+from ..data.config import PYTHON_DOCUMENTATION
 from ..data.encoding import row_lengths
 from ..data.task_data import TaskData, load_task_data
 from ..data.tasks import load_task
@@ -32,7 +31,7 @@ from ..utils.environment import environment
 from ..utils.models import Batch, torch_device
 from ..utils.options import OptionError
 from . import models
-from .kinds import KINDS, Kind, input_columns
+from .kinds import KINDS, Kind, input_columns, task_type_of
 from .options import EvaluateConfig
 from .study import Conditions
 
@@ -186,20 +185,6 @@ def sentence_pairs(folder: str, tokenizer: Any, collator: Any, length: int) -> S
     encoded = tokenizer(texts, truncation=True, max_length=length, verbose=False)
     ids = [{"input_ids": row} for row in encoded["input_ids"]]
     return SentencePairs(in_batches(ids, collator), [float(row["label"]) for row in rows])
-
-
-def task_type_of(config: Any, model: PreTrainedModel | None, data: DataConfig) -> str:
-    """Return the kind of a checkpoint, or of a loaded model: by the class that it was saved from, and its task."""
-    name = type(model).__name__ if model is not None else (config.architectures or [""])[0]
-    if data.task is not None or "ForSequenceClassification" in name:
-        return "classification"
-    if config.is_encoder_decoder:
-        return "seq2seq-lm"
-    is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
-        return "causal-lm" if not is_masked or config.is_decoder else "embedding"
-    is_causal = model is None and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_masked
-    return "causal-lm" if is_causal else "embedding"
 
 
 def held_out_facts(data: TaskData) -> dict[str, int]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from ..data.config import DataConfig
 from ..data.task_data import TaskData
 from ..measure.classification import Classification
 from ..measure.embedding import EmbeddingCosine, sentence_embeddings
@@ -54,6 +56,20 @@ class Kind:
     def model_class(self) -> Any:
         """The auto class."""
         return getattr(transformers, self.auto_class)
+
+
+def task_type_of(config: Any, model: PreTrainedModel | None, data: DataConfig) -> str:
+    """Return the kind of a checkpoint, or of a loaded model: by the class that it was saved from, and its task."""
+    name = type(model).__name__ if model is not None else (config.architectures or [""])[0]
+    if data.task is not None or "ForSequenceClassification" in name:
+        return "classification"
+    if config.is_encoder_decoder:
+        return "seq2seq-lm"
+    is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+        return "causal-lm" if not is_masked or config.is_decoder else "embedding"
+    is_causal = model is None and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_masked
+    return "causal-lm" if is_causal else "embedding"
 
 
 def input_columns(rows: Any, kind: Kind) -> list[str]:

@@ -193,10 +193,12 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
 def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
     """Return the mechanisms by name or by plan, by default with the run's seed; None for exact attention."""
     if config.plan is not None:
-        return LinearAttentionConfig.from_file(config.plan).with_seed(config.seed)
-    if config.attention is None:
+        attention = LinearAttentionConfig.from_file(config.plan)
+    elif config.attention is not None:
+        attention = LinearAttentionConfig.parse(config.attention, None, config.options)
+    else:
         return None
-    return LinearAttentionConfig.parse(config.attention, None, config.options).with_seed(config.seed)
+    return attention.with_seed(config.seed)
 
 
 def patch_as_configured(

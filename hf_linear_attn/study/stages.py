@@ -35,7 +35,7 @@ from ..utils.files import atomic_folder, check_disk_space
 from ..utils.formatting import near_matches
 from ..utils.models import quiet_transformers
 from . import models
-from .budgets import Budget
+from .budgets import budget_of
 from .kinds import KINDS, Kind, input_columns
 from .run_folder import RESUME, RunFolder, StageLog, format_metrics
 
@@ -71,10 +71,11 @@ class TrainingRun(RunFolder):
     metric: Metric
 
     def __init__(self, config: Any, tool: str, console: Console | None = None) -> None:
-        super().__init__(config, tool, console)
+        # What is wrong with the attention or with the budget is an error before there is a folder.
+        models.read_attention(config)
+        self.budget = budget_of(config) if isinstance(config, ConvertConfig) else None
         self.kind: Kind = KINDS[config.resolved_task_type]
-        budget = config.budget if isinstance(config, ConvertConfig) else None
-        self.budget = None if budget is None else Budget.parse(budget)
+        super().__init__(config, tool, console)
         self.trackers = installed_trackers(config.report_to)
         if config.bf16 and has_slow_bfloat16(self.process.device.type):
             self.progress.log(
