@@ -54,7 +54,7 @@ def _run_verb(name: str, arguments: Sequence[str]) -> int:
 
     verb, config = load_verb(name), parse_verb(name, arguments)
     if "model" in verb.positionals and config.model is not None:
-        read_config_file(config.model, getattr(config, "revision", None))
+        read_config_file(config.model, vars(config).get("revision"))
     return verb.run(config) or 0
 
 

@@ -54,7 +54,7 @@ def _describe_patched(name: str) -> tuple[dict[str, Any], str]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "added_parameters": report.parameters,
         "state_bytes": report.state_bytes,
-        "dtype": str(getattr(model_config, "dtype", None) or "float32").removeprefix("torch."),
+        "dtype": str(model_config.dtype or "float32").removeprefix("torch."),
         "format_version": saved["format_version"],
         "package_version": saved.get("package_version"),
         "layers": [asdict(layer) for layer in report.layers],

@@ -231,7 +231,9 @@ def _read(source: Source, columns: Sequence[str]) -> tuple[list[str] | None, dic
 
 def _declared(feature: Any) -> list[str] | None:
     """Return the names of a `ClassLabel`, or of a list of them."""
-    return getattr(getattr(feature, "feature", feature), "names", None)
+    datasets = import_datasets()
+    kind = feature.feature if isinstance(feature, datasets.List | datasets.LargeList) else feature
+    return kind.names if isinstance(kind, datasets.ClassLabel) else None
 
 
 def _read_columns(source: Source, name: str, columns: Sequence[str]) -> _Column:

@@ -140,9 +140,11 @@ def measure_recall(
         ValueError: An unknown task, numbers out of range, a length without room for the question or beyond a table of
             positions, or too few tokens in the vocabulary.
     """
-    decoder = bool(getattr(model, "can_generate", lambda: False)())
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    # A `SentenceTransformer` generates nothing; its config is that of a collection of modules.
+    config = model.config if hasattr(model, "can_generate") else None
+    if config is not None and config.is_encoder_decoder:
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder: give a decoder or an encoder.")
+    decoder = config is not None and model.can_generate()
     possible = tuple(PROMPT_FUNCTIONS) if decoder else (RETRIEVAL,)
     chosen = (tasks,) if isinstance(tasks, str) else tuple(tasks or possible)
     for task in chosen:
@@ -154,7 +156,7 @@ def measure_recall(
     check_argument("batch_size", batch_size, int, least=1)
     for depth in depths:
         check_argument("depths", depth, float, least=0, most=1)
-    maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
+    maker = PromptMaker(tokenizer, None if config is None else config.get_text_config().vocab_size)
     cells = [*itertools.product(chosen, lengths)]
     rows: list[dict[str, Any]] = []
     identity = hashlib.sha256()

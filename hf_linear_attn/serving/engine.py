@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..integration.cache_argument import cache_argument
@@ -414,5 +414,5 @@ def _check_served(model: PreTrainedModel, tokenizer: Any) -> None:
     if kinds:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise NotImplementedError(f"{name} has layers with states ({names}) that cannot join a batch: use generate().")
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise TypeError(f"The engine needs a fast tokenizer, got {type(tokenizer).__name__}.")

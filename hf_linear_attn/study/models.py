@@ -68,7 +68,9 @@ def row_limit(
     if config.max_length is not None:
         return config.max_length, "max_length"
     skeleton = model or model_without_weights(str(config.model), _model_config(config, {}), AutoModel)
-    limits = [position_limit(skeleton) or longest_input(skeleton), getattr(tokenizer, "model_max_length", None)]
+    limits = [position_limit(skeleton) or longest_input(skeleton)]
+    if tokenizer is not None:
+        limits.append(tokenizer.model_max_length)
     limit = min(value for value in (*limits, DEFAULT_MAX_LENGTH + 1) if value is not None)
     if limit > DEFAULT_MAX_LENGTH:
         return DEFAULT_MAX_LENGTH, "the default; set --data.max_length for longer rows"
@@ -183,7 +185,7 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
             raise ValueError(f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'.")
         read = partial(AutoConfig.for_model, config.model_type)
     model_config = read(**{**changes, **config.config_overrides})
-    names = {*type(model_config)().to_dict(), *getattr(type(model_config), "attribute_map", {})}
+    names = {*type(model_config)().to_dict(), *type(model_config).attribute_map}
     for name in config.config_overrides:
         if name not in names:
             raise ValueError(f"config_overrides: the config of {model_config.model_type!r} has no field {name!r}.")

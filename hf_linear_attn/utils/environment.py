@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -65,7 +66,7 @@ def environment(device: Any = None) -> dict[str, Any]:
             "cpu": cpu_name(),
             "logical_cpus": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "load_average_at_start": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+            "load_average_at_start": None if sys.platform == "win32" else os.getloadavg()[0],
             "platform": f"{platform.system()} {platform.machine()}",
         },
     }

@@ -8,7 +8,6 @@ import re
 import string
 import zlib
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -23,6 +22,7 @@ from transformers import (
     BartForConditionalGeneration,
     DynamicCache,
     GenerationConfig,
+    GPT2Config,
     PreTrainedTokenizerFast,
 )
 
@@ -57,7 +57,7 @@ class Oracle(nn.Module):
     """Answers by regular expressions over the last `reach` characters of the text."""
 
     device = "cpu"
-    config = SimpleNamespace(vocab_size=128)
+    config = GPT2Config(vocab_size=128)
 
     def __init__(self, reach: int = 10**6) -> None:
         super().__init__()
