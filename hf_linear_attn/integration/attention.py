@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
 
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.head_mixture import linear_mechanism
-from ..ops.common import State
+from ..ops.common import InPlaceState, State
+from ..ops.prepared import run_prepared
 from ..ops.terms import Terms
 from ..utils.models import BOUNDARY_ARGUMENTS
 from .cache import LinearStateLayer, self_attention_cache, state_layer
-from .cache_argument import is_paged
+from .cache_argument import named_cache
 from .context import (
     IMPLEMENTATION,
     SUBMODULE,
@@ -134,6 +136,8 @@ def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     mechanism = mechanism_of(call.module)
     if mechanism is None or call.context.runs_exactly:
         return run_exact(call, mechanism)
+    if (token := _prepared_token(call, mechanism)) is not None:
+        return token.transpose(1, 2).contiguous(), None
     _check_call(call, mechanism)
     if mechanism.training and isinstance(mechanism, LinearAttention) and not torch.compiler.is_compiling():
         _warn_of_adapter(call, mechanism)
@@ -143,6 +147,29 @@ def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     with autocast_off, in_memory(mechanism):
         out, weights = _run_linear(call, mechanism)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _prepared_token(call: InterfaceCall, mechanism: Any) -> Tensor | None:
+    """Compute a token by the step that its state has prepared; None where there is none for this call.
+
+    What is done around other calls takes longer than the kernel of a step, which is for calls of the same sizes whose
+    weights are in memory. Hooks on the mechanism need the other way.
+    """
+    layer: LinearStateLayer | None = forward_context.cache_layers[-1] if forward_context.cache_layers else None
+    state = None if layer is None else layer.state
+    if layer is None or not isinstance(state, InPlaceState) or state.prepared is None or torch.jit.is_tracing():
+        return None
+    if mechanism._forward_hooks or mechanism._forward_pre_hooks or not UNSUPPORTED.isdisjoint(call.kwargs):
+        return None
+    if attention_weights_requested(call.kwargs) or (call.mask is not None and call.mask.dim() == 4):
+        return None
+    inputs = _inputs_from_cache(call, layer)
+    step = run_prepared(mechanism, inputs)
+    if step is None:
+        return None
+    forward_context.take_cache_layer()
+    layer.advance(step[1], inputs)
+    return step[0]
 
 
 def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -351,14 +378,15 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             f"The attention implementation of this patched model was changed to {implementation!r}, which would bring "
             f"softmax attention back. Call unpatch_model(model) instead, or set it back to {IMPLEMENTATION!r}."
         )
-    if is_paged(kwargs):
+    named = named_cache(kwargs)
+    if named is not None and not isinstance(named, Cache):
         raise NotImplementedError(
             "The cache that was passed has pages of keys for continuous batching, in which a state of linear attention "
             "has no place. Serve the model by hf_linear_attn.serving.Engine or `hf-linear-attn serve`."
         )
     forward_context.take_cache_layer()  # An earlier call that raised may have left one.
     # By its type: the argument has several names (layer_past in GPT-NeoX), and is seldom passed by position.
-    cache = self_attention_cache((*kwargs.values(), *args))
+    cache = self_attention_cache((*kwargs.values(), *args) if named is None else (named,))
     index = layer_index(module)
     if cache is None or index is None:
         return

@@ -125,7 +125,9 @@ class LinearStateLayer(CacheLayerMixin):
 
     @tokens.setter
     def tokens(self, count: int) -> None:
-        rows = 1 if self.state is None else next(tensor.shape[0] for tensor in self.state.values())
+        rows = self._counter.shape[0]
+        if not isinstance(self.state, InPlaceState):  # whose rows are those of the token before
+            rows = 1 if self.state is None else next(tensor.shape[0] for tensor in self.state.values())
         self._counter = self._counter.new_empty(rows, 0, count + 1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -160,8 +162,10 @@ class LinearStateLayer(CacheLayerMixin):
         forward_context.cache_layers.append(self)
         return key_states, value_states
 
-    def advance(self, state: State | None, inputs: AttentionInputs, replay: Replay, in_graph: bool = False) -> None:
-        """Store the state after a call, which `replay` can compute again from recorded inputs.
+    def advance(
+        self, state: State | None, inputs: AttentionInputs, replay: Replay | None = None, in_graph: bool = False
+    ) -> None:
+        """Store the state after a call, which `replay` can compute again from inputs where these are recorded.
 
         `in_graph` says whether an autograd graph may refer to the state.
         """
@@ -170,9 +174,11 @@ class LinearStateLayer(CacheLayerMixin):
             self._replay = replay
         self.state, self._in_graph = state, in_graph
         before = self.tokens
-        self.tokens = self.tokens + inputs.key.shape[2]
-        if not torch.compiler.is_compiling() and self.seen[0] == before:
-            self.seen = self.tokens, self.seen[1]
+        self.tokens = after = before + inputs.key.shape[2]
+        if not torch.compiler.is_compiling():
+            count, mask = self.seen
+            if count == before:
+                self.seen = after, mask
 
     @property
     def seen(self) -> tuple[int, Tensor | None]:

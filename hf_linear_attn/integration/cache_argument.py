@@ -19,10 +19,12 @@ def find_cache(values: Iterable[Any]) -> Cache | None:
     return next((value for value in values if isinstance(value, Cache)), None)
 
 
-def is_paged(arguments: dict[str, Any]) -> bool:
-    """Return whether the cache among keyword arguments is none of `Cache`, as the pages of continuous batching."""
-    caches = [arguments.get(name) for name in CACHE_NAMES]
-    return any(cache is not None and not isinstance(cache, Cache) for cache in caches)
+def named_cache(arguments: dict[str, Any]) -> Any:
+    """Return what keyword arguments name a cache: none of `Cache` where continuous batching has pages; or None."""
+    for name in CACHE_NAMES:
+        if (cache := arguments.get(name)) is not None:
+            return cache
+    return None
 
 
 def output_cache(output: Any) -> Cache | None:
