@@ -155,9 +155,9 @@ def _prepared_token(call: InterfaceCall, mechanism: Any) -> Tensor | None:
     What is done around other calls takes longer than the kernel of a step, which is for calls of the same sizes whose
     weights are in memory. Hooks on the mechanism need the other way.
     """
-    layer: LinearStateLayer | None = forward_context.cache_layers[-1] if forward_context.cache_layers else None
+    layer: Any = forward_context.cache_layers[-1] if forward_context.cache_layers else None
     state = None if layer is None else layer.state
-    if layer is None or not isinstance(state, InPlaceState) or state.prepared is None or torch.jit.is_tracing():
+    if not isinstance(state, InPlaceState) or state.prepared is None or torch.jit.is_tracing():
         return None
     if mechanism._forward_hooks or mechanism._forward_pre_hooks or not UNSUPPORTED.isdisjoint(call.kwargs):
         return None

@@ -26,16 +26,17 @@ from .workloads import BASELINE, FEW, Call, ratio, spread
 
 TOKENS = (7,)
 
-#: Variants of windows in decoders, beside the names of mechanisms: their options, and the share of exact heads.
+#: Variants of windows, beside the names of mechanisms: their options, and the share of exact heads (of decoders).
 WINDOWS: dict[str, tuple[dict[str, Any], float]] = {
+    "window, 32 codes outside": ({"feature_map_options": {"num_features": 32}}, 0.0),
     "window of 384": ({"window_size": 384}, 0.0),
     "window of 384, 20 % of the heads exact": ({"window_size": 384}, 0.2),
     "the same in int8": ({"window_size": 384, "cache_dtype": "int8"}, 0.2),
 }
 
 
-def _with_windows(model: Any, name: str) -> Any:
-    """A copy of a decoder with one of `WINDOWS`; exact heads are drawn."""
+def with_windows(model: Any, name: str) -> Any:
+    """Return a copy of a model with one of `WINDOWS`; exact heads are drawn."""
     options, share = WINDOWS[name]
     count = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     scores = {layer: torch.zeros(count) for layer in range(model.config.num_hidden_layers)}
@@ -46,11 +47,9 @@ def _with_windows(model: Any, name: str) -> Any:
 
 def _patched(model: Any, names: Any, longest: int, seed: int) -> dict[str, Any]:
     """The exact model, copies of it with each mechanism, which share its weights, and one without attention."""
-    causal = model.can_generate()
     models = {BASELINE: model, WITHOUT_ATTENTION: without_attention(model)}
-    if causal:
-        models |= {name: _with_windows(model, name) for name in names if name in WINDOWS}
-    for name in workloads.mechanism_names([name for name in names if name not in WINDOWS], causal):
+    models |= {name: with_windows(model, name) for name in names if name in WINDOWS}
+    for name in workloads.mechanism_names([name for name in names if name not in WINDOWS], model.can_generate()):
         entry = ATTENTIONS.get(name)
         options = timing_options(entry, seed_options(entry, seed), longest_input(model), longest)
         models[name] = patch_model(shared_copy(model), name, **options)
@@ -75,7 +74,7 @@ def models(
     `hf-linear-attn evaluate` measures a checkpoint in this way, with its quality.
 
     Args:
-        attention: Names of mechanisms, and of decoders those of `WINDOWS`.
+        attention: Names of mechanisms, and of `WINDOWS`.
         shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2, and others of `workloads.SHAPES`.
         dtypes: Names of torch dtypes.
         passes: forward, forward+backward, and of decoders prefill and decoding (one token after a context).

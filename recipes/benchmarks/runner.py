@@ -53,7 +53,7 @@ def run_benchmark(
     Raises:
         ValueError, OSError: An option or a folder that cannot be used.
     """
-    # It imports torch, whose memory must not count in `onnx`.
+    # It imports torch, whose memory must not count in `runtimes`.
     from hf_linear_attn.study.study import Conditions, defaults_of, open_study
 
     settings, rows = json_safe(options), []

