@@ -433,8 +433,19 @@ SMOLLM2_FOLDERS = {
 }
 
 
-#: Variants and columns of the tables of rivals on the pages: dropping keys down to a quarter is in the reports alone.
-RIVALS = tuple(name for name in (*rivals.VARIANTS, "converted") if not name.endswith("-25"))
+#: Variants and columns of the tables of rivals on the pages; the others are in the reports.
+RIVALS = (
+    "exact",
+    "int8",
+    "int4",
+    "snapkv-50",
+    "expected-attention-50",
+    "duo-attention",
+    "mixture",
+    "mixture-int8",
+    "window",
+    "converted",
+)
 RIVALS_ROWS = ("exact", "int4", "mixture-int8")
 RIVALS_COLUMNS = ("context", "variant", "cache", "loss", "niah", "time", "preparation")
 
@@ -530,19 +541,6 @@ def serving_table() -> str:
     return f"{results.machine}.\n\n{to_markdown(pd.DataFrame(lines))}"
 
 
-def embedders_table() -> str:
-    """Recall@1 of the search for the article that a passage is from, by encoder and by what is kept of a document."""
-    results = Results.read("embedders.json")
-    rows, depths = results.rows, [name for name in results.rows if name.startswith("recall.")]
-    vectors = {"one": "one", "pieces": f"one for {results.settings['piece']} tokens"}
-    columns = {"encoder": rows["encoder"], "vectors of a document": rows["vectors"].map(vectors)}
-    columns["centred"] = rows["centred"].map({True: "yes", False: "no"})
-    for name in depths:
-        columns[f"at {name.removeprefix('recall.')}"] = rows[name].map("{:.0%}".format)
-    columns["processor seconds a document"] = rows["cpu_seconds_a_document"].map("{:.1f}".format)
-    return to_markdown(pd.DataFrame(columns), text_columns=3)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Mechanisms, reports of the commands, and tests
 
@@ -584,7 +582,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "budgets": budgets_table,
     "compiled": compiled_table,
     "conversion": partial(glue_table, stages=("distilled",)),
-    "embedders": embedders_table,
     "encoder-start": encoder_start_table,
     "encoder-start-neighbors": partial(encoder_start_table, metric="same_neighbor"),
     "encoder-start-short": partial(encoder_start_table, ENCODER_LENGTHS, ENCODER_COLUMNS),
