@@ -85,7 +85,7 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
         ImportError: Packages of the extra `export`, or `openvino`, are missing.
         ValueError: The checkpoint is not patched, or the folder must not be replaced.
         NotImplementedError: An encoder-decoder, a mechanism that cannot be exported with a free length, a decoder in
-            half precision, bfloat16 to ONNX, or a state in int8 to ONNX.
+            half precision, bfloat16 to ONNX, or a state in int8 to ONNX or OpenVINO.
         RuntimeError: The exported graph computes something else than the model.
     """
     from .checkpoints import copy_companions, load_pretrained
@@ -147,10 +147,10 @@ def _check_exportable(model: PreTrainedModel, format: str) -> None:
     if model.config.is_encoder_decoder:
         raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")
     stores_int8 = any(layer.stores_int8 for layer in installed_layers(model).values())
-    if format == "onnx" and model.can_generate() and stores_int8:
+    if format != "torch" and model.can_generate() and stores_int8:
         raise NotImplementedError(
-            "cache_dtype='int8' cannot be exported to ONNX, which does not read bytes of a state as float32. Patch the "
-            "model with cache_dtype='auto', or export with format='torch'."
+            "cache_dtype='int8' cannot be exported to ONNX and OpenVINO, which read no bytes of a state as float32. "
+            "Patch the model with cache_dtype='auto', or export with format='torch'."
         )
     reason = None
     if model.can_generate() and model.dtype in (torch.float16, torch.bfloat16):
@@ -209,8 +209,8 @@ def simplified(exported: Any) -> Any:
 def _link_states(exported: Any) -> None:
     """Make the states that OpenVINO's first graph returns those that the second one begins with.
 
-    They get the names and the types of its variables. Neither graph needs the number of earlier tokens: what hands it
-    in and on goes, since OpenVINO cannot load a variable that is never read.
+    They get the names and the types of its variables. Inputs and variables that are never read go: OpenVINO could not
+    load such a variable. (That is the number of earlier tokens, where the mask says it.)
     """
     from openvino.preprocess import PrePostProcessor
 
@@ -218,12 +218,16 @@ def _link_states(exported: Any) -> None:
     for parameter in prefill.get_parameters():
         if not parameter.output(0).get_target_inputs():
             prefill.remove_parameter(parameter)
+    states = {node.get_variable_id(): node for node in decode.get_ops() if node.get_type_name() == "ReadValue"}
     for sink in decode.get_sinks():
-        if sink.get_variable_id().endswith("._counter"):
+        name = sink.get_variable_id()
+        reordered = [target.get_node() for target in states[name].output(0).get_target_inputs()]  # by beam_idx
+        if not any(node.output(0).get_target_inputs() for node in reordered):
             decode.remove_sink(sink)
-            decode.remove_variable(decode.get_variable_by_id(sink.get_variable_id()))
+            decode.remove_variable(decode.get_variable_by_id(name))
     types = {variable.info.variable_id: variable.info.data_type for variable in decode.get_variables()}
-    names = {f"input.{port.any_name}output.{port.any_name}": port for port in prefill.outputs}
+    paths = ((port.any_name.removeprefix("output."), port) for port in prefill.outputs)
+    names = {f"input.{path}output.{path}": port for path, port in paths}
     processor = PrePostProcessor(prefill)
     for name, type in types.items():
         processor.output(names[name].any_name).tensor().set_element_type(type)

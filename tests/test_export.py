@@ -137,10 +137,12 @@ def test_openvino_generates_as_the_model_does(name, options, tmp_path):
 
 
 @pytest.mark.slow
-def test_onnx_refuses_a_state_in_int8(tmp_path, capsys):
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_graphs_refuse_a_state_in_int8(format, tmp_path, capsys):
+    pytest.importorskip("openvino")
     patched("hedgehog", LLAMA, exact_heads=[1], cache_dtype="int8").save_pretrained(tmp_path / "model")
-    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "onnx"]) == 1
-    assert "cache_dtype='int8' cannot be exported to ONNX" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", format]) == 1
+    assert "cache_dtype='int8' cannot be exported to ONNX and OpenVINO" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
