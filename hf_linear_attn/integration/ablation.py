@@ -21,12 +21,13 @@ def without_attention(model: PreTrainedModel) -> PreTrainedModel:
     AttentionInterface.register(NO_ATTENTION_IMPLEMENTATION, _own_value)
     AttentionMaskInterface.register(NO_ATTENTION_IMPLEMENTATION, lambda *args, **kwargs: None)
     copied = shared_copy(model)
-    copied.set_attn_implementation(NO_ATTENTION_IMPLEMENTATION)
     for layer in find_attention(copied):
         setattr(layer.module, CROSS, layer.cross)
         if not layer.cross and layer.adapter is not None:
             layer.adapter.install(layer.module, [*layer.parents.values()])
-            layer.config._attn_implementation_internal = NO_ATTENTION_IMPLEMENTATION  # which outside models do not set
+        # Transformers' own method sets nothing in models that compute their attention outside of the interface.
+        for config in (layer.config, *(around.config for around in layer.models.values())):
+            config._attn_implementation_internal = NO_ATTENTION_IMPLEMENTATION
     return copied
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from functools import partial
 from itertools import count, cycle, islice
@@ -127,9 +128,17 @@ def count_flops(function: Callable[[], object]) -> int:
             2 * _attention_flops(*args, **kwargs)  # two products for each one of the forward pass
         ),
     }
-    with use_backend("torch"), FlopCounterMode(display=False, custom_mapping=fused) as counter:
+    counter: Any = FlopCounterMode(display=False, custom_mapping=fused)
+    counter.mod_tracker = _NoModules()
+    with use_backend("torch"), counter:
         function()
     return int(counter.get_total_flops())
+
+
+class _NoModules(nullcontext[None]):
+    """No tracker of modules: torch's own fails without gradients where the input of a module is a parameter."""
+
+    parents = frozenset({"Global"})
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -489,9 +489,11 @@ def test_unpatching_gives_a_model_its_own_methods_again(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2", "deberta", "gpt_oss", "gemma2"])
-def test_without_attention_no_token_sees_another(model_type):
+def test_without_attention_no_token_sees_another(model_type, caplog):
     model = build(model_type)
+    caplog.clear()
     bare = without_attention(model)
+    assert not caplog.records
     ids = tokens(20, batch=1).repeat(2, 1)
     ids[1, 3] += 1
     first, second = per_token(bare, {"input_ids": ids})

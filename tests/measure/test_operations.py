@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
@@ -67,3 +68,10 @@ def test_operations_of_a_backward_pass() -> None:
         once, twice = (rows[name]["flops"] for rows in (forward, both))
         assert twice > 2 * once > 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_module_whose_input_is_a_parameter_is_counted() -> None:
+    """DeBERTa normalises its embeddings of distances; torch's tracker of modules fails there without gradients."""
+    norm, linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)
+    with torch.no_grad():
+        assert count_flops(lambda: linear(norm(linear.weight))) == 2 * 4 * 8 * 4
