@@ -22,7 +22,7 @@ when the context has been read and before the question is known, as in kvpress (
   measured too: `--converted out-a out-b`.
 
 The output folder is a study: `records.jsonl` has every answer as soon as it is given, and a second call goes on where
-the first one stopped. `report.md` has the table and `bytes.png`. `--model` takes any decoder with rotary positions.
+the first one stopped. `report.md` has the table. `--model` takes any decoder with rotary positions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import matplotlib
 import pandas as pd
 import torch
 from torch import Tensor
@@ -65,7 +64,6 @@ from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.study.checkpoint_groups import folder_fingerprint
 from hf_linear_attn.study.models import weights_fingerprint
-from hf_linear_attn.study.report import COLORS, MARKERS, STYLE, new_figure, png
 from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
 from hf_linear_attn.study.tables import to_markdown
@@ -500,16 +498,14 @@ class Rivals:
         return rows
 
     def report(self) -> None:
-        """Write `report.md`, its picture and `results.json` from the measurements that the folder has so far."""
+        """Write `report.md` and `results.json` from the measurements that the folder has so far."""
         rows, name = self.results(), Path(self.name).name
         config = {key: Path(one).name if isinstance(one, str) else one for key, one in to_dict(self.config).items()}
         config["converted"] = [*self.converted]
         facts = {"model": name, "config": config, "environment": environment(torch.device("cpu"))}
         write_json(self.folder / "results.json", {**facts, "defaults": defaults_of(facts), "rows": rows})
-        atomic_write(self.folder / "bytes.png", bytes_plot(rows))
         parts = [f"# Ways to a smaller cache: {name}", to_markdown(summary_table(rows), text_columns=2)]
-        parts += [EXPLANATION, "![Loss and recall by bytes of the cache](bytes.png)"]
-        atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
+        atomic_write(self.folder / "report.md", "\n\n".join([*parts, EXPLANATION]) + "\n")
 
 
 EXPLANATION = (
@@ -555,31 +551,6 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
         cells["preparation"] = f"{row['preparation'] / 60:.1f}" if row["preparation"] else "none"
         table.append(cells)
     return pd.DataFrame(table).fillna("–")
-
-
-def bytes_plot(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Loss beyond the exact model's, and recall with its interval, by bytes of the cache: a row for each length."""
-    table = pd.DataFrame([row for row in rows if "bytes" in row])
-    tasks = list(dict.fromkeys(chain.from_iterable(table["recall"])))
-    lengths = table["length"].nunique()
-    with matplotlib.rc_context(STYLE):
-        figure, grid = new_figure(3.4 * lengths, lengths, 1 + len(tasks), squeeze=False)
-        for (length, group), panels in zip(table.groupby("length"), grid, strict=True):
-            for axes, name in zip(panels, ("loss, nats beyond exact", *(f"{task}, %" for task in tasks)), strict=True):
-                axes.set(title=f"After {length:,} tokens", ylabel=name, xlabel="cache, % of exact")
-            exact = group[group["variant"] == EXACT].iloc[0]
-            for number, row in enumerate(group.to_dict("records")):
-                style = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
-                style |= {"label": row["variant"], "linewidth": 0.6}
-                share = 100 * row["bytes"] / exact["bytes"]
-                panels[0].errorbar(share, row["loss"] - exact["loss"], **style)
-                for axes, task in zip(panels[1:], tasks, strict=True):
-                    if recall := row["recall"].get(task):
-                        low, high = wilson_interval(recall["score"], recall["prompts"])
-                        errors = [[100 * (recall["score"] - low)], [100 * (high - recall["score"])]]
-                        axes.errorbar(share, 100 * recall["score"], errors, **style)
-        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        return png(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

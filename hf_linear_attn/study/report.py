@@ -193,13 +193,13 @@ def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
         return {name: png(drawings[name](evaluation)) for name in CAPTIONS if name in drawings}
 
 
-def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+def new_figure(height: float, columns: int = 1, **options: Any) -> tuple[Any, Any]:
     """Return a figure of the common width (height in inches) and its axes."""
     # The figure is not pyplot's: it needs no window system and leaves nothing global behind.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, **options)
+    return figure, figure.subplots(1, columns, **options)
 
 
 def png(figure: Any) -> bytes:

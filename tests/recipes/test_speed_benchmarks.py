@@ -275,17 +275,11 @@ def test_requests_of_all_kinds_are_neither_lost_nor_wrong(tmp_path: Path) -> Non
     assert row["prefix_hits"] > 0
 
 
-def test_the_profile_of_serving_has_the_parts_of_answers_and_of_second_turns(tmp_path: Path) -> None:
+def test_the_profile_of_serving_has_the_parts_of_answers(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     save_checkpoint(tmp_path / "tiny", "llama", AutoModelForCausalLM)
     (tmp_path / "plan.json").write_text('{"default": {"attention": "window", "exact_heads": [1]}}', encoding="utf-8")
     options = {"model": str(tmp_path / "tiny"), "plan": str(tmp_path / "plan.json"), "context": 8, "rows": (1, 2)}
-    rows = rows_of("serving-profile", tmp_path / "out", **options, steps=1, history=(6, 9), turn=3)
-    assert [(row["part"], row["server"], row["tokens"]) for row in rows] == [
-        ("profile", "exact", 8),
-        ("profile", "converted", 8),
-        ("second turn", "converted", 6),
-        ("second turn", "converted", 9),
-    ]
-    parts = ("prefix", "turn", "snapshot", "first_step")
-    assert all(row[f"{part}_cpu_seconds"] > 0 for row in rows[2:] for part in parts)
+    rows = rows_of("serving-profile", tmp_path / "out", **options, steps=1)
+    assert [(row["server"], row["tokens"]) for row in rows] == [("exact", 8), ("converted", 8)]
+    assert all(row[f"{part}_cpu_seconds"] > 0 for row in rows for part in ("prompt", "step_of_1", "step_of_2"))
