@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -15,6 +16,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hf_linear_attn.ops import common, windowed
+from tests.sampling import mark_all_but_a_sample
+
+#: Folders whose tests have many cases -> of how many cases of a test the quick suite runs one.
+SAMPLED = {"endurance": 6, "feature_maps": 4, "integration": 8, "matrix": 12, "mechanisms": 6, "ops": 3}
 
 settings.register_profile(
     "suite", deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck), database=None
@@ -26,9 +31,20 @@ torch.set_num_threads(1)
 logging.getLogger("torch.__trace").disabled = True  # a log of every trace, which pytest would collect for minutes
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sampled = [item for item in items if item.path.name != "test_gpu.py"]  # which a GPU runs whole
+    for folder, every in SAMPLED.items():
+        mark_all_but_a_sample(sampled, Path(__file__).parent / folder, every)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _freeze() -> None:
-    """Let `patch_model`, which asks the garbage collector for models, not search all that was imported each time."""
+    """Let nothing search all that was imported each time.
+
+    `patch_model` asks the garbage collector for models, the Trainer collects garbage after each training, and so does
+    whatever measures memory.
+    """
     gc.collect()
     gc.freeze()
 

@@ -14,7 +14,7 @@ from tests.architectures.inputs import tokens
 from tests.architectures.properties import per_token, relative_difference
 from tests.integration.packed import LENGTHS, positions
 from tests.integration.test_terms import build, inputs_of, patched_with
-from tests.slow_cases import slow
+from tests.slow_cases import slow, slow_rows
 
 FAMILIES = ("gpt_oss", "gemma2", "t5", "mpnet", "deberta-v2")
 EVERY = pytest.mark.parametrize("model_type", FAMILIES)
@@ -89,7 +89,13 @@ def test_compiled_models_have_one_graph(model_type):
 @pytest.mark.parametrize("format", ["torch", *slow("onnx")])
 @pytest.mark.parametrize(
     ("model_type", "refused"),
-    [("gpt_oss", ""), ("gemma2", ""), ("mpnet", ""), ("deberta-v2", "free length"), ("t5", "Encoder-decoders")],
+    [
+        *slow_rows(("gpt_oss", "")),
+        ("gemma2", ""),
+        ("mpnet", ""),
+        ("deberta-v2", "free length"),
+        ("t5", "Encoder-decoders"),
+    ],
 )
 def test_exports_compute_what_the_model_does_or_are_refused(model_type, refused, format):
     """`export_model` compares an encoder's outputs itself."""

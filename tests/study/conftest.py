@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import matplotlib.backends.backend_agg
@@ -12,15 +11,6 @@ import pytest
 
 from hf_linear_attn.study import evaluate, report  # noqa: F401
 from hf_linear_attn.utils import timing
-
-
-@pytest.fixture(scope="session", autouse=True)
-def frozen_modules() -> Iterator[None]:
-    """Measuring memory collects garbage each time, which is slow unless what the modules hold is left out."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ from hf_linear_attn.measure.assessment import Assessment, assess
 from hf_linear_attn.study.budgets import Budget
 from hf_linear_attn.study.choose import SHARES
 from hf_linear_attn.study.plan import plan
+from tests.slow_cases import slow
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import quiet, save_encoder, save_task, save_text, stored
 
@@ -65,7 +66,7 @@ def test_a_budget_of_cache_is_counted_and_patch_takes_the_plan(folder: Path, tmp
     assert hla.is_patched(hla.load_pretrained(str(tmp_path / "patched")))
 
 
-@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("code", [*slow(0), 1])
 def test_a_budget_of_quality_is_met_or_not(
     code: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

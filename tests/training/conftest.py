@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +11,6 @@ from rich.console import Console
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.result import ConversionResult
 from tests.training.tiny_runs import convert_config, save_encoder, save_inputs, save_task
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _freeze_imported_objects() -> Iterator[None]:
-    """The Trainer collects garbage at the end of each training. Looking through all of torch would take most of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
