@@ -126,7 +126,7 @@ def _finetune(run: TrainingRun) -> ConversionResult:
     torch.manual_seed(config.seed)
     model, _ = models.load_model(config, run.data)
     if not is_patched(model):
-        models.patch_as_configured(model, config)
+        models.patch_as_configured(model, config, run.attention)
     run.use_metric(model)
     facts = _facts(run, model)
     _warn_of_exact_inputs(run, facts)
@@ -176,7 +176,7 @@ def prepare_student(
     if run.kind.is_language_model:
         run.measure("without_attention", without_attention(teacher))
     student = copy.deepcopy(teacher)
-    models.patch_as_configured(student, config, plan_of(choose_heads(run, teacher)))
+    models.patch_as_configured(student, config, plan_of(choose_heads(run, teacher)) or run.attention)
     facts = _facts(run, student)
     _warn_of_exact_inputs(run, facts)
     if not is_patched(student):
@@ -251,7 +251,7 @@ def load_teacher(run: TrainingRun) -> PreTrainedModel:
         model, new_parameters = models.load_model(config, data)
         if is_patched(model):
             raise ValueError(f"{config.model!r} is patched already. Give the exact model that it was made from.")
-        models.patch_as_configured(shared_copy(model), config)
+        models.patch_as_configured(shared_copy(model), config, run.attention)
         if config.teacher.enabled:
             model, progress = run.train("teacher", model)
             run.save(folder, model)

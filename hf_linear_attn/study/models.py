@@ -204,18 +204,19 @@ def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
 
 
 def patch_as_configured(
-    model: PreTrainedModel, config: TrainingRunConfig, attention: LinearAttentionConfig | None = None
+    model: PreTrainedModel, config: TrainingRunConfig, attention: LinearAttentionConfig | None
 ) -> None:
-    """Patch a model in place as its run says (None: by name or by plan), unless its attention is to stay exact.
+    """Patch a model in place, unless its attention is to stay exact (None).
 
     Mechanisms without a seed have the run's.
     """
-    attention = read_attention(config) if attention is None else attention.with_seed(config.seed)
-    if attention is not None and config.max_length is not None:
+    if attention is None:
+        return
+    attention = attention.with_seed(config.seed)
+    if config.max_length is not None:
         # The positions are extended already. Mechanisms that are built for a largest length are left.
         attention = attention.with_default("max_length", config.max_length)
-    if attention is not None:
-        patch_model(model, attention)
+    patch_model(model, attention)
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> nn.Module:

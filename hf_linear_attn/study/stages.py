@@ -72,7 +72,7 @@ class TrainingRun(RunFolder):
 
     def __init__(self, config: Any, tool: str, console: Console | None = None) -> None:
         # What is wrong with the attention or with the budget is an error before there is a folder.
-        models.read_attention(config)
+        self.attention = models.read_attention(config)
         self.budget = budget_of(config) if isinstance(config, ConvertConfig) else None
         self.kind: Kind = KINDS[config.resolved_task_type]
         super().__init__(config, tool, console)

@@ -137,7 +137,8 @@ def test_a_feature_map_in_a_window_gets_the_seed_of_the_run():
 
     def drawn(**changes):
         model = tiny_model("llama")
-        patch_as_configured(model, ConvertConfig(attention="window", options={**options, **changes}, seed=3))
+        config = ConvertConfig(attention="window", options={**options, **changes}, seed=3)
+        patch_as_configured(model, config, read_attention(config))
         return self_attention(model)[0].module.linear_attention.feature_map.weight
 
     def of_seed(seed):
