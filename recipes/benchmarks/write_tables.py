@@ -197,22 +197,20 @@ def tokens_table() -> str:
 def terms_table(path: str = "models-terms.json") -> str:
     """Models with terms in their logits: the speedup of `window` of the highest possible one, and its peak memory."""
     results = Results.read(path)
-    cells = results.rows.set_index(["model", "length", "attention"])
+    measured = results.rows.set_index(["model", "length", "attention"])
     rows = results.rows.drop_duplicates(["model", "length"])[["model", "length"]]
-    seconds, peaks = cells["seconds.median"].unstack(), cells["bytes"].unstack()
-    speedups, memory, shares = {}, {}, {}
+    seconds, peaks = measured["seconds.median"].unstack(), measured["bytes"].unstack()
+    cells = []
     for key in map(tuple, rows.to_numpy()):
         window, exact, free = (seconds.loc[key].get(name, float("nan")) for name in ("window", SDPA, FREE))
-        shares[key] = f"{free / window:.2f}"
-        has_exact = not pd.isna(exact)
-        speedups[key] = f"{exact / window:.2f} of {exact / free:.2f}" if has_exact else EMPTY
-        memory[key] = f"{peaks.loc[key, 'window'] / peaks.loc[key, SDPA]:.2f}" if has_exact else EMPTY
-    parts = [f"{results.machine}. Exact attention is measured up to {results.settings['longest_exact']:,} tokens."]
-    titles = ("Speedup of `window`, of the highest possible one", "Time without attention over that of `window`")
-    for title, values in zip((*titles, "Peak memory over exact"), (speedups, shares, memory), strict=True):
-        table = grid(pd.Series(list(values.values())), rows, ["model"], "length", "{:,} tokens")
-        parts += [f"**{title}**", to_markdown(table.fillna(EMPTY))]
-    return "\n\n".join(parts)
+        if pd.isna(exact):
+            cells.append(f"{free / window:.2f} of the highest")
+        else:
+            memory = peaks.loc[key, "window"] / peaks.loc[key, SDPA]
+            cells.append(f"{exact / window:.2f} of {exact / free:.2f}; memory {memory:.2f}")
+    caption = f"{results.machine}. Exact attention is measured up to {results.settings['longest_exact']:,} tokens."
+    table = grid(pd.Series(cells), rows, ["model"], "length", "{:,} tokens")
+    return f"{caption}\n\n{to_markdown(table.fillna(EMPTY))}"
 
 
 def compiled_table() -> str:
