@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,6 +112,7 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     from transformers.exporters.auto import get_exporter_class
 
     from .integration.positions import length_limit
+    from .ops.graph_nodes import placing_nodes
 
     _check_exportable(model, format)
     exporter: Any = get_exporter_class(FORMATS[format][2])()
@@ -123,7 +125,8 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
         if format == "openvino":  # the states are outputs of the first graph, and variables of the second
             config = {"prefill": settings(dynamic=True, stateful=False), "decode": config}
         try:
-            exported = simplified(exporter.export_for_generation(model, inputs, config))
+            with placing_nodes() if format == "onnx" else nullcontext():
+                exported = simplified(exporter.export_for_generation(model, inputs, config))
         except RuntimeError as error:  # which names the graph only
             if isinstance(error.__cause__, NotImplementedError):
                 raise error.__cause__ from None
@@ -132,7 +135,9 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
             _link_states(exported)
         return exported, None
     sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
-    exported = simplified(exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes))))
+    shapes = dict.fromkeys(inputs, sizes)
+    with placing_nodes() if format == "onnx" else nullcontext():
+        exported = simplified(exporter.export(model, dict(inputs), settings(dynamic_shapes=shapes)))
     if format == "openvino":  # which computes in bfloat16 by default where the processor can
         exported.to("cpu", config={"INFERENCE_PRECISION_HINT": "f32"})
     return exported, _difference(model, exported, limit)
@@ -198,8 +203,13 @@ def simplified(exported: Any) -> Any:
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
     from onnxscript import optimizer
 
+    from .ops.graph_nodes import DOMAIN
+    from .ops.onnx_functions import replace_nodes
+
     for component in exported.components.values():
+        replace_nodes(component.program)
         optimizer.inline(component.program)
+        component.program.opset_imports.pop(DOMAIN, None)
         optimizer.fold_constants(component.program)
         CommonSubexpressionEliminationPass()(component.program)
         optimizer.remove_unused_nodes(component.program)

@@ -92,7 +92,10 @@ def _mask(
         # Reading the values would break a graph; outside of one it saves every layer a pass over its keys and values.
         if same_sequence and not torch.compiler.is_compiling() and bool(mask.all()):
             return None
-        return mask if causal else mask[:, None, None, :].expand(-1, 1, queries, -1)
+        if causal:
+            return mask
+        # A graph would store what is a view here.
+        return mask[:, None, None, :].expand(-1, 1, 1 if torch.compiler.is_exporting() else queries, -1)
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
         kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **kwargs

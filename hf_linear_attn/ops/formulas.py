@@ -78,7 +78,10 @@ class FusedMap(NamedTuple):
         if self.bias is not None:
             y = torch.add(y, self.bias.to(x.dtype).unsqueeze(-2), alpha=self.bias_scale)
         if self.activation == "softmax":
-            return Features(functional.threshold(y.softmax(dim=-1), SMALLEST_FEATURE, 0.0))
+            weights = y.softmax(dim=-1)
+            if torch.compiler.is_exporting():  # a comparison takes runtimes of graphs as long as all else
+                return Features(torch.relu(weights - SMALLEST_FEATURE))
+            return Features(functional.threshold(weights, SMALLEST_FEATURE, 0.0))
         if self.scaled:
             y = torch.cat([y, -y], dim=-1) if PARTS[self.activation] == 2 else y
             half = x.square().sum(dim=-1, keepdim=True) / 2 if self.activation.startswith("positive") else 0.0

@@ -43,6 +43,7 @@ from .common import (
     with_ones,
 )
 from .disentangled import one_side, shifted
+from .graph_nodes import place_node, places_nodes
 from .int8 import append, to_dtype
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
@@ -560,6 +561,42 @@ def _keyless_column(sink: Tensor, rows: QueryRows, values: Tensor) -> tuple[Colu
     return Columns(column), functional.pad(values.new_zeros(1, values.shape[-1] - 1), (0, 1), value=1.0)
 
 
+def _becomes_node(call: WindowedCall) -> bool:
+    """Return whether a call becomes one node of the graph that is exported (`ops.graph_nodes`)."""
+    served = {"softcap", "sink"} if call.causal else {"softcap"}
+    if call.state is not None or (call.terms is not None and not served.issuperset(call.terms.names())):
+        return False
+    return places_nodes(call.query.shape[2], call.query)
+
+
+def _node(call: WindowedCall, valid: Tensor, *others: Tensor | None) -> Sequence[Tensor]:
+    """Place the node of a call, and return its outputs: those of the queries, and the sums of the causal state.
+
+    `others` are the inputs behind `valid` of the function in `ops.onnx_functions`.
+    """
+    batch, heads, length, _ = call.query.shape
+    groups, terms, mix = call.key.shape[1], call.terms, call.log_mixing_weights()
+    keys = call.key_features(call.key[:, :, :length])
+    inputs = (call.query, call.key, call.value, *call.query_features(call.query), *keys, mix, valid)
+    attributes = {
+        "heads": heads,
+        "groups": groups,
+        "window": call.window,
+        "scaling": float(call.scaling),
+        "softcap": float((terms and terms.softcap) or 0.0),
+        "mixes_rows": int(mix.shape[2] != 1),
+    }
+    width = call.value.shape[3]
+    shapes: list[Sequence[int]] = [(batch, heads, length, width)]
+    if not call.causal:
+        return place_node("Window", inputs, {**attributes, "sinks": call.sinks}, *shapes)
+    others = *others, None if terms is None else terms.sink
+    shapes.append((batch, groups, keys.values.shape[3], width + 1))
+    if keys.log_scale is not None:
+        shapes.append((batch, groups))
+    return place_node("CausalWindow", (*inputs, *others), {**attributes, "causal": 1}, *shapes)
+
+
 def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
     """Compute the causal form of at least one token, and the state after it; outputs at padding are zero."""
     length, window = call.query.shape[2], call.window
@@ -570,6 +607,11 @@ def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
     far = valid & (position < length - window)  # the others stay in the ring
     if sinks is not None:
         far = far & (position > sinks.position[:, -1:])
+    if _becomes_node(call):
+        out, *sums = _node(inputs, valid, far[:, :length], *((None,) * 3 if sinks is None else sinks))
+        if query_index is not None:
+            out = mask_tokens(take_tokens(out, query_index), call.mask)
+        return out, {**KVState(sums[0], sums[1] if len(sums) > 1 else None).state(), **ring, **first}
     blocked = _BlockedCall(inputs, valid, far, sinks, older=window)
     carried = blocked.nothing if call.state is None else KVState.from_state(call.state)
     parts = []
@@ -631,15 +673,17 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     Returns:
         The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token (causal).
     """
-    mask, state = call.mask, call.state
-    if call.query.shape[2] == 0:
+    mask, state, length = call.mask, call.state, call.query.shape[2]
+    if length == 0:
         return call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1]), state
     # One token in every row is a step. A mask is read on a CPU only.
     may_read = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
-    if state is not None and call.query.shape[2] == 1 and (mask is None or (may_read and bool(mask.all()))):
+    if state is not None and length == 1 and (mask is None or (may_read and bool(mask.all()))):
         return _step(call, state)
     if call.causal:
         return windowed_causal(call)
+    if _becomes_node(call):
+        return _node(call, call.key.new_ones(1, length).bool() if mask is None else mask)[0], None
     sinks = end_tokens(call)
     return attend_from_sinks(windowed_bidirectional(call, sinks), call, sinks), None
 

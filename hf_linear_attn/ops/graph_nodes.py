@@ -1,0 +1,46 @@
+"""Nodes of exported graphs that stand for whole attention calls, as long as the graph is traced.
+
+Traced operation by operation, a window has hundreds of nodes a layer, and each of their sizes is an expression of
+`(L + 63) // 64` that torch simplifies again and again. A node of this domain hides all of it: `exporting` replaces it
+by a function of ONNX operators (`ops.onnx_functions`), which take sizes from the tensors themselves.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+#: The domain of these nodes, which no finished graph has.
+DOMAIN = "hf_linear_attn"
+
+_placing: ContextVar[bool] = ContextVar("placing_nodes", default=False)
+
+
+@contextmanager
+def placing_nodes() -> Iterator[None]:
+    """Let graphs of free lengths that are exported inside of a `with` statement have nodes of `DOMAIN`."""
+    token = _placing.set(True)
+    try:
+        yield
+    finally:
+        _placing.reset(token)
+
+
+def places_nodes(length: int, *tensors: Tensor) -> bool:
+    """Return whether a call of `length` tokens becomes a node; nodes compute in float32."""
+    is_free = torch.compiler.is_exporting() and not isinstance(length, int)
+    return _placing.get() and is_free and all(tensor.dtype == torch.float32 for tensor in tensors)
+
+
+def place_node(
+    name: str,
+    inputs: Sequence[Tensor | None],
+    attributes: Mapping[str, int | float],
+    *shapes: Sequence[int],
+) -> Sequence[Tensor]:
+    """Add a node to the graph that is traced, and return its outputs of these shapes, in float32."""
+    return torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::{name}", inputs, dict(attributes), dtypes=[torch.float32] * len(shapes), shapes=shapes
+    )
