@@ -211,12 +211,12 @@ def is_free(length: int) -> bool:
     return torch.compiler.is_exporting() and not isinstance(length, int)
 
 
-def refuse_free_length(length: int, mechanism: str) -> None:
+def refuse_free_length(length: int, mechanism: str, remedy: str = "Export it to ONNX") -> None:
     """Raise where a graph with a free length cannot be exported: its loops over chunks have no other form here."""
     if is_free(length):
         raise NotImplementedError(
-            f"{mechanism} cannot be exported with a free length. Export it with fixed sizes (of 1 token for decoding "
-            "steps), or patch with a kernelized mechanism or 'window'."
+            f"{mechanism} cannot be exported with a free length. {remedy}, export it with fixed sizes (of 1 token for "
+            "decoding steps), or patch with a kernelized mechanism or 'window'."
         )
 
 

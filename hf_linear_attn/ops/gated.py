@@ -11,11 +11,13 @@ are multiplied by `exp(G_i - G_mid)` and keys by `exp(G_mid - G_j)`, which is sa
 `-MAX_DECAY` there: no exponent leaves ±MAX_DECAY · FEATURE_CHUNK / 2.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .calls import GatedCall, GatedKeys
+from .calls import GatedCall, GatedKeys, KernelizedCall
 from .common import (
     Features,
     KVState,
@@ -33,6 +35,7 @@ from .common import (
     weighted_mean,
     with_ones,
 )
+from .graph_nodes import place_node, places_nodes
 
 #: Tokens per chunk with one decay per head, and with one per feature.
 HEAD_CHUNK = 64
@@ -50,6 +53,9 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     """
     value = call.value
     batch, heads, length, _ = call.query.shape
+    if places_nodes(length, call.query):
+        keys = masked_keys(call.key_features(mask_tokens(call.key, call.mask)), call.mask)
+        return place_causal(call, Features(keys.values, keys.log_scale), keys.log_decay, by_feature=call.per_feature)
     chunk = FEATURE_CHUNK if call.per_feature else HEAD_CHUNK
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
     carry = None if call.state is None else KVState.from_state(call.state)
@@ -61,6 +67,38 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
         out = weighted_mean(out, signed=call.signed).flatten(1, 2).to(value.dtype)
         outputs.append(out[:, :, missing:] if rows.shape[2] else outputs[0])
     return torch.cat(outputs, dim=2), call.state if carry is None else carry.state()
+
+
+def place_causal(
+    call: GatedCall | KernelizedCall, keys: Features, log_decay: Tensor | None, *, by_feature: bool = False
+) -> tuple[Tensor, State]:
+    """Place the node of a causal call, whose keys and decays are those of real tokens: zeros for padding."""
+    rows = call.query_features(call.query).values
+    start = None if call.state is None else KVState.from_state(call.state)
+    sums, after = place_sums(rows, keys, with_ones(call.value), log_decay, start, by_feature=by_feature)
+    return weighted_mean(sums, signed=call.signed), after.state()
+
+
+def place_sums(
+    rows: Tensor,
+    keys: Features,
+    value: Tensor,
+    log_decay: Tensor | None = None,
+    start: KVState | None = None,
+    *,
+    by_feature: bool = False,
+) -> tuple[Tensor, KVState]:
+    """Place a node of the sums over j <= i `[B, H, L, x]`, and of those over all keys and `start`.
+
+    Rows are `[B, H, L, m]`, keys and values `[B, G, L, …]`.
+    """
+    shapes: list[Sequence[int]] = [(*rows.shape[:3], value.shape[3]), (*value.shape[:2], rows.shape[3], value.shape[3])]
+    if keys.log_scale is not None:
+        shapes.append(value.shape[:2])
+    inputs = (rows, keys.values, value, keys.log_scale, log_decay, *(start or (None, None)))
+    attributes = {"groups": value.shape[1], "by_feature": int(by_feature)}
+    sums, *after = place_node("CausalSums", inputs, attributes, *shapes)
+    return sums, KVState(after[0], after[1] if len(after) > 1 else None)
 
 
 def masked_keys(keys: GatedKeys, mask: Tensor | None) -> GatedKeys:

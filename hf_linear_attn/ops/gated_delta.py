@@ -22,7 +22,19 @@ import torch
 from torch import Tensor
 
 from .calls import GatedCall
-from .common import KVState, State, block_length, group_heads, mask_tokens, refuse_free_length, token_blocks, with_ones
+from .common import (
+    Features,
+    KVState,
+    State,
+    block_length,
+    group_heads,
+    mask_tokens,
+    refuse_free_length,
+    token_blocks,
+    with_ones,
+)
+from .gated import place_sums
+from .graph_nodes import place_node, places_nodes
 
 #: Tokens per chunk.
 CHUNK = 64
@@ -49,6 +61,8 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     """
     value, groups = call.value, call.key.shape[1]
     batch, heads, length, _ = call.query.shape
+    if places_nodes(length, call.query):
+        return _node(call)
     refuse_free_length(length, "The gated delta rule")
     step = block_length(batch, heads, max(call.num_features, value.shape[-1], CHUNK), length)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
@@ -74,6 +88,31 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     return torch.cat(outputs, dim=2), after
 
 
+def _node(call: GatedCall) -> tuple[Tensor, State]:
+    """Place the nodes of a call: one of its sums, and one of `c`, a state of one feature."""
+    groups, values = call.key.shape[1], with_ones(mask_tokens(call.value, call.mask))
+    rows = call.query_features(call.query).values
+    keys = DeltaKeys(*(mask_tokens(x, call.mask) for x in call.key_features(mask_tokens(call.key, call.mask))))
+    kv = None if call.state is None else KVState.from_state(call.state).total
+    rate = keys.rate.unsqueeze(-1)
+    inputs = (rows, keys.values, values, keys.log_decay.exp().unsqueeze(-1), rate, kv)
+    sizes = (*rows.shape[:3], values.shape[3]), (*values.shape[:2], rows.shape[3], values.shape[3])
+    sums, kv = place_node("CausalDelta", inputs, {"groups": groups}, *sizes)
+    before = None if call.state is None else KVState(call.state["level"][..., None, None], None)
+    ones = torch.ones_like(rate)
+    levels, after = place_sums(ones, Features(rate), ones, (keys.log_decay + remaining(keys)).unsqueeze(-1), before)
+    out = normalise(group_heads(sums, groups), levels.squeeze(-1)).flatten(1, 2)
+    return out, {**KVState(kv, None).state(), "level": after.total[..., 0, 0]}
+
+
+def remaining(keys: DeltaKeys) -> Tensor:
+    """Return `log(1 - β)` `[B, G, n]`.
+
+    A rate of 1 would erase everything before it: a share of ε remains, as infinite logarithms would differ by NaN.
+    """
+    return (1 - keys.rate).clamp_min(torch.finfo(keys.rate.dtype).eps).log()
+
+
 def normalise(numerator: Tensor, levels: Tensor) -> Tensor:
     """Turn `Σ w [v, 1]` `[B, G, R, n, e + 1]` into the weighted mean of v; levels c `[B, G, n]`."""
     total = numerator[..., -1:]
@@ -83,9 +122,7 @@ def normalise(numerator: Tensor, levels: Tensor) -> Tensor:
 
 def _levels(keys: DeltaKeys, before: Tensor) -> Tensor:
     """Return `c` of each token `[B, G, n]`, continued from `before [B, G]`."""
-    # A rate of 1 would erase everything before it: a share of ε remains, as infinite logarithms would differ by NaN.
-    remaining = (1 - keys.rate).clamp_min(torch.finfo(keys.rate.dtype).eps)
-    total = (keys.log_decay + remaining.log()).cumsum(dim=-1)
+    total = (keys.log_decay + remaining(keys)).cumsum(dim=-1)
     return (_decays(total) @ keys.rate.unsqueeze(-1)).squeeze(-1) + total.exp() * before.unsqueeze(-1)
 
 

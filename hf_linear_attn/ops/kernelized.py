@@ -29,7 +29,8 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .gated import gated_causal
+from .gated import gated_causal, place_causal
+from .graph_nodes import places_nodes
 
 #: Tokens per chunk of the causal form: weights are explicit within a chunk, and the state passes between chunks. Chunks
 #: of 128 tokens take 1.3 times as many operations (64 features), in calls that are hardly more efficient.
@@ -105,7 +106,12 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
     """
     query, key, value, state, signed = call.query, call.key, call.value, call.state, call.signed
     batch, heads, length, _ = query.shape
-    if is_free(length) or (call.terms is not None and call.terms.slope is not None):
+    slope = None if call.terms is None else call.terms.slope
+    if places_nodes(length, query) and slope is None:
+        keys = _masked(call.key_features(mask_tokens(key, call.mask)), call.mask)
+        placed, sums = place_causal(call, keys, None)
+        return placed, sums if call.return_state else None
+    if is_free(length) or slope is not None:
         out, after = gated_causal(_gated(call))
         return out, after if call.return_state else None
     kv_state = None if state is None else KVState.from_state(state)

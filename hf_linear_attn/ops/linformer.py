@@ -91,7 +91,7 @@ def causal_blocks(inputs: AttentionInputs, project_key: Tensor, project_value: T
     groups = key.shape[1]
     block = project_key.shape[-1]
     slots = project_key.shape[1]
-    refuse_free_length(length, "Block-causal low-rank attention")
+    refuse_free_length(length, "Block-causal low-rank attention", "Its state grows by blocks")
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
     past = inputs.state if inputs.state is not None else _empty_blocks(key, value, block, dtype)

@@ -19,7 +19,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from .calls import AttentionInputs
-from .common import State, compute_dtype, group_heads, mask_tokens, refuse_free_length, softmax_rows, token_blocks
+from .common import (
+    Features,
+    KVState,
+    State,
+    compute_dtype,
+    group_heads,
+    mask_tokens,
+    refuse_free_length,
+    softmax_rows,
+    token_blocks,
+)
+from .gated import place_sums
+from .graph_nodes import places_nodes
 from .linformer import low_rank_attention
 
 #: Tokens per chunk of the causal form.
@@ -49,7 +61,6 @@ def causal(inputs: AttentionInputs, packed: Tensor) -> tuple[Tensor, State]:
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
     groups, slots = key.shape[1], packed.shape[1]
-    refuse_free_length(length, "Causal Luna attention")
     if state is None:
         state = {
             "packed_key": key.new_zeros(batch, groups, slots, width, dtype=dtype),
@@ -60,6 +71,19 @@ def causal(inputs: AttentionInputs, packed: Tensor) -> tuple[Tensor, State]:
     counts = state["count"].unsqueeze(1) + real.long().cumsum(dim=1)
     shares = counts.clamp_min(1).to(dtype).reciprocal()[:, None, None, :, None]  # 1/n_i, [B, 1, 1, L, 1]
     key_sum, value_sum = state["packed_key"], state["packed_value"]
+    after_count = {"count": counts[:, -1].clone() if length else state["count"]}
+    if places_nodes(length, query):
+        keys, values = mask_tokens(key, mask), mask_tokens(value, mask)
+        features = mask_tokens(packing_features(packed, keys, inputs.scaling), mask)
+        start = KVState(key_sum.transpose(-1, -2), None), KVState(value_sum, None)
+        share = shares.squeeze(1)
+        logits, packed_keys = place_sums(query, Features(keys), features, start=start[0])
+        out, packed_values = place_sums(
+            torch.softmax(logits * share, dim=-1), Features(features), values, start=start[1]
+        )
+        sums = {"packed_key": packed_keys.total.transpose(-1, -2), "packed_value": packed_values.total}
+        return out * share, {**sums, **after_count}
+    refuse_free_length(length, "Causal Luna attention")
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (queries, keys, values) in token_blocks(CHUNK, mask, query, key, value):
         features = mask_tokens(packing_features(packed, keys, inputs.scaling), part)
@@ -70,12 +94,7 @@ def causal(inputs: AttentionInputs, packed: Tensor) -> tuple[Tensor, State]:
         outputs.append(out.flatten(1, 2).to(value.dtype))
         key_sum = key_sum + features.transpose(-1, -2) @ keys
         value_sum = value_sum + features.transpose(-1, -2) @ values
-    after = {
-        "packed_key": key_sum,
-        "packed_value": value_sum,
-        "count": counts[:, -1].clone() if length else state["count"],
-    }
-    return torch.cat(outputs, dim=2), after
+    return torch.cat(outputs, dim=2), {"packed_key": key_sum, "packed_value": value_sum, **after_count}
 
 
 def packing_features(packed: Tensor, key: Tensor, scaling: float) -> Tensor:

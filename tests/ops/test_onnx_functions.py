@@ -3,15 +3,18 @@
 import pytest
 import torch
 
-from hf_linear_attn.ops import windowed
+from hf_linear_attn import use_backend
+from hf_linear_attn.mechanisms import AttentionInputs
+from hf_linear_attn.ops import efficient, gated, gated_delta, kernelized, luna, windowed
 from hf_linear_attn.ops.graph_nodes import DOMAIN
 from hf_linear_attn.ops.onnx_functions import replace_nodes
 from hf_linear_attn.ops.terms import Terms
 from tests.comparing import assert_close
 from tests.inputs import padding_mask, qkv
+from tests.ops.test_kernelized import SCALING
 from tests.ops.test_windowed import call_of
 from tests.slow_cases import slow_rows
-from tests.small import feature_map
+from tests.small import feature_map, mechanism
 
 ir = pytest.importorskip("onnx_ir", reason="pip install 'hf-linear-attn[export]'")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -44,15 +47,28 @@ def run_node(name, inputs, attributes, *shapes):
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """Return a function that computes a call by the node that it would become."""
+    """Return a function that calls another one, whose attention is computed by the nodes that it would become."""
+    placing = (windowed, gated, efficient, gated_delta)
 
-    def compute(call):
-        with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(windowed, "places_nodes", lambda *_: True)
-            patch.setattr(windowed, "place_node", run_node)
-            return windowed.windowed(call)
+    def compute(function, *inputs):
+        with monkeypatch.context() as patch, torch.no_grad(), use_backend("torch"):
+            for module in (*placing, kernelized, luna):
+                patch.setattr(module, "places_nodes", lambda *_: True)
+            for module in placing:
+                patch.setattr(module, "place_node", run_node)
+            return function(*inputs)
 
     return compute
+
+
+def assert_same(actual, expected, mask):
+    """Compare outputs and states, as `(out, state)`."""
+    real = mask[:, None, :, None]
+    assert_close(actual[0] * real, expected[0] * real)
+    if expected[1] is not None:
+        assert actual[1].keys() == expected[1].keys()
+        for name, entry in actual[1].items():
+            assert_close(entry, expected[1][name])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
@@ -74,11 +90,22 @@ def test_windows(nodes, name, length, window, sinks, softcap, causal):
     call = call_of(feature_map(name), q, k, v, window=window, causal=causal, log_mix=mix, mask=mask, sinks=sinks)
     call.terms = None if softcap is None else Terms(softcap=softcap)
     with torch.no_grad():
-        expected, expected_state = windowed.windowed(call)
-    out, state = nodes(call)
-    real = mask[:, None, :, None]
-    assert_close(out * real, expected * real)
-    if causal:
-        assert state.keys() == expected_state.keys()
-        for name, entry in state.items():
-            assert_close(entry, expected_state[name])
+        expected = windowed.windowed(call)
+    assert_same(nodes(windowed.windowed, call), expected, mask)
+
+
+@pytest.mark.parametrize(
+    "name", ["favor+", "gla", "luna", "efficient", "gated-delta", *slow_rows(("elu",), ("favor",), ("rfa",))]
+)
+def test_causal_sums_over_chunks_and_from_a_state(nodes, name):
+    built, mask = mechanism(name, causal=True), padding_mask([150, 97], 150, "left")
+    tensors = qkv(150)
+    before = None
+    for part in (slice(0, 70), slice(70, 150)):
+        inputs = AttentionInputs(
+            *(x[:, :, part] for x in tensors), SCALING, True, mask[:, part], before, return_state=True
+        )
+        with torch.no_grad(), use_backend("torch"):
+            expected = built(inputs)
+        assert_same(nodes(built, inputs), expected, mask[:, part])
+        before = expected[1]
