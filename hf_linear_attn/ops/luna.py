@@ -75,11 +75,11 @@ def causal(inputs: AttentionInputs, packed: Tensor) -> tuple[Tensor, State]:
     if places_nodes(length, query):
         keys, values = mask_tokens(key, mask), mask_tokens(value, mask)
         features = mask_tokens(packing_features(packed, keys, inputs.scaling), mask)
-        start = KVState(key_sum.transpose(-1, -2), None), KVState(value_sum, None)
+        given = KVState(key_sum.transpose(-1, -2), None), KVState(value_sum, None)
         share = shares.squeeze(1)
-        logits, packed_keys = place_sums(query, Features(keys), features, start=start[0])
+        logits, packed_keys = place_sums(query, Features(keys), features, start=given[0])
         out, packed_values = place_sums(
-            torch.softmax(logits * share, dim=-1), Features(features), values, start=start[1]
+            torch.softmax(logits * share, dim=-1), Features(features), values, start=given[1]
         )
         sums = {"packed_key": packed_keys.total.transpose(-1, -2), "packed_value": packed_values.total}
         return out * share, {**sums, **after_count}
