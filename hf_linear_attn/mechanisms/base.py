@@ -18,7 +18,7 @@ TERM_NAMES = {
     "sink": "attention sinks",
     "softcap": "a cap of the logits",
     "bias": "a relative position bias",
-    "relative": "disentangled positions",
+    "relative": "vectors of distances",
     "slope": "ALiBi's linear biases",
 }
 EVERY_TERM = frozenset(TERM_NAMES)

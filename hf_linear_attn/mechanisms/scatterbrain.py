@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..feature_maps.base import FeatureFunctions
+from ..feature_maps.base import AttentionShape, FeatureFunctions
 from ..ops import windowed
 from ..ops.common import State
 from ..registry import register_attention
@@ -38,6 +38,14 @@ class ScatterbrainAttention(HybridAttention):
     """
 
     dense_masks = True
+
+    def __init__(self, shape: AttentionShape, options: ScatterbrainOptions) -> None:
+        if shape.endless_positions:
+            raise NotImplementedError(
+                f"The positions of layer {shape.layer_index} change at every distance, and no estimate of weights "
+                "outside of a band has them. Use 'window', which leaves these out."
+            )
+        super().__init__(shape, options)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)

@@ -244,6 +244,15 @@ def test_nothing_of_the_size_of_all_pairs_is_made(kind):
     assert largest.elements < 4 * frames**2 // 8  # the positions of all pairs have 4 L² elements for each sound
 
 
+def test_mechanisms_that_cannot_leave_the_rest_out_refuse_positions_without_end():
+    model = build("parakeet")
+    reasons = {"scatterbrain": "change at every distance.*Use 'window'", "elu": "vectors of distances"}
+    for attention, reason in reasons.items():
+        with pytest.raises(NotImplementedError, match=reason):
+            hla.patch_model(model, attention)
+        assert not hla.is_patched(model)
+
+
 def test_models_that_are_linear_already_stay_as_they_are():
     for model_type, reason in (("granite_speech5_encoder", "blocks of"), ("phi4_multimodal_audio", "blocks of 500")):
         with pytest.raises(ValueError, match=reason):
