@@ -186,6 +186,20 @@ def short_inputs_table() -> str:
     return f"{results.machine}.\n\n{to_markdown(table, text_columns=2)}"
 
 
+def codes_table() -> str:
+    """The speedup of windows in an encoder by the number of codes outside, and the highest possible one behind it."""
+    results = Results.read("models-codes.json")
+    speedups = grid(
+        results.rows["speedup.median"].map("{:.2f}".format), results.rows, ["pass", "length"], "attention", "{}"
+    )
+    ways = {"window": "128 codes", "window, 32 codes outside": "32 codes"}
+    parts = [
+        speedups.assign(codes=title, cell=speedups[name] + " of " + speedups[FREE]) for name, title in ways.items()
+    ]
+    rows = pd.concat(parts, ignore_index=True)
+    return f"{results.machine}.\n\n{to_markdown(grid(rows['cell'], rows, ['codes', 'pass'], 'length', '{:,} tokens'))}"
+
+
 def tokens_table() -> str:
     """The time of a token of a decoder with windows over that of the exact model, by what the cache holds."""
     results = Results.read("tokens.json")
@@ -242,14 +256,18 @@ def transfer_cost_tables() -> str:
 # ONNX Runtime
 
 
-def onnx_table() -> str:
-    """Processor time and peak memory of an encoder under ONNX Runtime, by length."""
-    results, table = Results.read("onnx.json"), {}
-    for column, unit, form in (("seconds", "s", "{:.2f}"), ("megabytes", "MB", "{:,.0f}")):
-        for name, rows in results.rows.groupby("attention", sort=False):
-            cells = rows.set_index(rows["length"].map("{:,}".format))[column].map(form.format)
-            table[f"{name if name == 'exact' else CODE(name)}, {unit}"] = cells
-    return f"{results.machine}.\n\n{to_markdown(pd.DataFrame(table).rename_axis('tokens').reset_index())}"
+def runtimes_table(path: str, unit: str) -> str:
+    """Seconds of a pass, milliseconds of a token after it, or megabytes of the process, by runtime and length."""
+    results = Results.read(path)
+    column, scale, form = {
+        "s": ("seconds", 1, "{:.2f}"),
+        "ms": ("token_seconds", 1000, "{:.0f}"),
+        "MB": ("megabytes", 1, "{:,.0f}"),
+    }[unit]
+    rows, names = results.rows, results.rows["attention"].map(lambda name: CODE(name) if name in ATTENTIONS else name)
+    cells = (scale * rows[column]).map(form.format)
+    table = grid(cells, rows.assign(attention=names), ["runtime", "attention"], "length", f"{{:,}} tokens, {unit}")
+    return f"{results.machine}.\n\n{to_markdown(table.fillna(EMPTY), text_columns=2)}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -591,10 +609,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "long": proteins_table,
     "mechanisms": mechanisms_table,
     "memory": memory_tables,
-    "onnx": onnx_table,
     "rivals": partial(rivals_table, "rivals", RIVALS, RIVALS_COLUMNS),
     "rivals-short": partial(rivals_table, "rivals", RIVALS_ROWS, RIVALS_COLUMNS),
+    "runtimes-encoder": partial(runtimes_table, "runtimes.json", "s"),
+    "runtimes-encoder-memory": partial(runtimes_table, "runtimes.json", "MB"),
+    "runtimes-prompt": partial(runtimes_table, "runtimes-decoder.json", "s"),
+    "runtimes-token": partial(runtimes_table, "runtimes-decoder.json", "ms"),
     "short-inputs": short_inputs_table,
+    "short-inputs-codes": codes_table,
     "terms-speed": terms_table,
     "terms-quality": terms_quality_table,
     "terms-decoders": partial(terms_table, "models-terms-decoders.json"),
