@@ -28,10 +28,11 @@ def placing_nodes() -> Iterator[None]:
         _placing.reset(token)
 
 
-def places_nodes(length: int, *tensors: Tensor) -> bool:
-    """Return whether a call of `length` tokens becomes a node; nodes compute in float32."""
-    is_free = torch.compiler.is_exporting() and not isinstance(length, int)
-    return _placing.get() and is_free and all(tensor.dtype == torch.float32 for tensor in tensors)
+def places_nodes(length: int | None, *tensors: Tensor) -> bool:
+    """Return whether a call of a free length of tokens (None: any length) becomes a node, which computes in float32."""
+    if not _placing.get() or not torch.compiler.is_exporting() or isinstance(length, int):
+        return False
+    return all(tensor.dtype == torch.float32 for tensor in tensors)
 
 
 def place_node(
