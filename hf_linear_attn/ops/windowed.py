@@ -680,12 +680,29 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     may_read = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
     if state is not None and length == 1 and (mask is None or (may_read and bool(mask.all()))):
         return _step(call, state)
+    if state is not None and length == 1 and mask is not None and torch.compiler.is_exporting():
+        return _masked_step(call, state, mask)
     if call.causal:
         return windowed_causal(call)
     if _becomes_node(call):
         return _node(call, call.key.new_ones(1, length).bool() if mask is None else mask)[0], None
     sinks = end_tokens(call)
     return attend_from_sinks(windowed_bidirectional(call, sinks), call, sinks), None
+
+
+def _masked_step(call: WindowedCall, state: State, mask: Tensor) -> tuple[Tensor, State]:
+    """Compute `_step` in rows whose token is real: others have zeros, and the state that they had."""
+    out, after = _step(call.replace(mask=None), state)
+    real = mask[:, 0].expand(out.shape[0])
+
+    def chosen(name: str) -> Tensor:
+        new, old = after[name], state[name]
+        is_new = real.view(-1, *(1,) * (new.dim() - 1))
+        if new.dtype == torch.bool:  # which ONNX Runtime cannot select
+            return (is_new & new) | (~is_new & old)
+        return torch.where(is_new, new, old)
+
+    return mask_tokens(out, mask), {name: chosen(name) for name in after}
 
 
 def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:

@@ -179,3 +179,17 @@ def test_dense_weights_are_the_weights_of_the_fast_form(name, causal):
     inside = windowed.inside_window(mask, q, k, 6, causal)
     weights = windowed.dense_windowed_weights(call_of(built, q, k, v, window=6, causal=causal), inside, allowed)
     assert_close(*(x.transpose(1, 2)[mask] for x in (weights @ v.repeat_interleave(2, dim=1), out)))
+
+
+def test_a_step_of_an_exported_graph_skips_the_rows_whose_token_is_padding():
+    built, (q, k, v) = feature_map("hedgehog"), qkv(12)
+    options = {"window": 4, "causal": True, "sinks": 2}
+    with torch.no_grad():
+        _, state = fast(built, *(x[:, :, :11] for x in (q, k, v)), **options)
+        mask = torch.tensor([[True], [False]])
+        call = call_of(built, *(x[:, :, 11:] for x in (q, k, v)), **options, mask=mask, state=state)
+        expected, expected_state = windowed.windowed_causal(call)
+        out, after = windowed._masked_step(call, state, mask)
+    assert_close(out, expected)
+    for name, entry in after.items():
+        assert_close(entry.float(), expected_state[name].float())
