@@ -7,6 +7,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..utils.models import shared_copy
 from .discovery import find_attention
+from .mask import all_real_mask
 
 NO_ATTENTION_IMPLEMENTATION = "hf_linear_attn_no_attention"
 #: Name of the attribute of modules that attend to another sequence.
@@ -19,7 +20,7 @@ def without_attention(model: PreTrainedModel) -> PreTrainedModel:
     Its time is that of the rest of the model, and its quality is the floor that attention must exceed.
     """
     AttentionInterface.register(NO_ATTENTION_IMPLEMENTATION, _own_value)
-    AttentionMaskInterface.register(NO_ATTENTION_IMPLEMENTATION, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(NO_ATTENTION_IMPLEMENTATION, all_real_mask)
     copied = shared_copy(model)
     for layer in find_attention(copied):
         setattr(layer.module, CROSS, layer.cross)

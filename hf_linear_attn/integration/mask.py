@@ -32,17 +32,22 @@ def linear_attention_mask(**arguments: Any) -> Tensor | None:
 
     Returns:
         `[B, S]` True for real tokens (if bidirectional a view `[B, 1, L, S]` of it), a full mask `[B, 1, L, S]`, or
-        None where every token is real (`mpt.all_real` in MPT, which converts its mask). The mask of a packed batch
-        carries the boundaries of its documents.
+        None where every token is real (see `all_real_mask`). The mask of a packed batch carries the boundaries of its
+        documents.
     """
     run = forward_context.packed_run()
     sizes = (arguments.get("batch_size"), arguments.get("q_length"), arguments.get("kv_length"))
     if run is not None and sizes == (*run.shape, run.shape[1]):
         return _packed_mask(run, arguments)
     mask = _mask(**arguments)
-    if mask is None and getattr(arguments.get("config"), "model_type", None) == mpt.MODEL_TYPE:
+    return all_real_mask(**arguments) if mask is None else mask
+
+
+def all_real_mask(**arguments: Any) -> Tensor | None:
+    """Return what says that every token is real: None, but in MPT a mask, since it converts any that it gets."""
+    if getattr(arguments.get("config"), "model_type", None) == mpt.MODEL_TYPE:
         return mpt.all_real(arguments["batch_size"], arguments["kv_length"], arguments["device"])
-    return mask
+    return None
 
 
 @torch.compiler.disable

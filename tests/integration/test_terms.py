@@ -488,7 +488,9 @@ def test_unpatching_gives_a_model_its_own_methods_again(model_type):
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
 
 
-@pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2", "deberta", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize(
+    "model_type", ["mpnet", "deberta-v2", "deberta", "gpt_oss", "gemma2", "bloom", "falcon", "mpt"]
+)
 def test_without_attention_no_token_sees_another(model_type, caplog):
     model = build(model_type)
     caplog.clear()
