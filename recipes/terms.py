@@ -2,9 +2,11 @@
 
     python recipes/terms.py --folder GLUE --tokenizer bert-base-uncased --output out
 
-A DeBERTa classifies the sentences of SST-2, and a T5 fills in the gaps of repeated words that are made here. Each is
-converted by what the README's command does, beside the exact model after the same training (the control).
-`out/results.json` has options and scores. Needs the `train` extra; some minutes on two cores.
+A DeBERTa classifies the sentences of SST-2 and is converted by what the README's command does, beside the exact model
+after the same training (the control). A T5 reads words in the order of the alphabet and writes them in another one,
+twice: what comes the second time stands 17 words back, outside of its decoder's window of 12. Beside it stands the same
+with nothing outside of its windows. `out/results.json` has options and scores.
+Needs the `train` extra; some minutes on two cores.
 """
 
 import argparse
@@ -26,10 +28,12 @@ from hf_linear_attn.cli.running import exit_code
 from hf_linear_attn.study.study import defaults_of
 from hf_linear_attn.utils.files import write_json
 
-#: Words of the made texts: so many stand in a row, which is repeated, and a share of them is hidden by the gap.
-NAMES = [f"w{number}" for number in range(20)]
-GAP = "gap"
-PERIOD, REPEATS, HIDDEN = 5, 12, 0.3
+#: Words of the made texts, and how many of them, each once, are in a row.
+NAMES = [f"w{number:02}" for number in range(24)]
+ROW = 18
+
+#: The log mixing weight at which nothing outside of windows is attended to, ever.
+CLOSED = -10_000.0
 
 DEBERTA = {
     **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256},
@@ -38,32 +42,44 @@ DEBERTA = {
 }
 T5 = {
     **{"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
-    **{"relative_attention_num_buckets": 16, "relative_attention_max_distance": 32, "decoder_start_token_id": 0},
+    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 0},
 }
-#: What is common to the exact model's training and to the conversion, what the first one adds, and what the second.
-RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+#: How the T5 is converted, whatever lies outside of its windows.
+T5_TRAINING = {"transfer": {"max_steps": 100}, "distill": {"learning_rate": 1e-3, "max_steps": 300}}
+
+#: What is common to the exact model's training and to the conversions, what the former adds, and what each of the
+#: latter by its name.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]] = {
     "deberta": (
         {"task_type": "classification", "data": {"task": "sst2", "max_length": 128, "max_train_samples": 8000}},
         {"model_type": "deberta-v2", "config": DEBERTA, "train": {"learning_rate": 1e-3}},
-        {"options": {"window_size": 32}, "distill": {"learning_rate": 1e-4, "num_train_epochs": 1.0}},
+        {
+            "deberta": {
+                "options": {"window_size": 32},
+                "distill": {"learning_rate": 1e-4, "num_train_epochs": 1.0},
+                "control": True,
+            },
+        },
     ),
     "t5": (
         {"task_type": "seq2seq-lm", "data": {"text_columns": ["text", "target"], "max_length": 128}},
-        {"model_type": "t5", "config": T5, "train": {"learning_rate": 3e-3, "num_train_epochs": 2.0}},
         {
-            "options": {"window_size": 20},
-            "distill": {"learning_rate": 2e-4, "num_train_epochs": 1.0},
-            "transfer": {"max_steps": 60},
+            "model_type": "t5",
+            "config": T5,
+            "train": {"learning_rate": 3e-3, "max_steps": 800, "per_device_train_batch_size": 16},
+        },
+        {
+            "t5": {"options": {"window_size": 12}, **T5_TRAINING, "control": True},
+            "t5-window-alone": {"options": {"window_size": 12, "mix_init": CLOSED}, **T5_TRAINING},
         },
     ),
 }
 
 
 def made_text(generator: random.Random) -> dict[str, str]:
-    """Return a row of words, repeated, with gaps, and without them."""
-    words = generator.choices(NAMES, k=PERIOD) * REPEATS
-    text = [GAP if generator.random() < HIDDEN else word for word in words]
-    return {"text": " ".join(text), "target": " ".join(words)}
+    """Return words in the order of the alphabet, and twice in another one."""
+    words = generator.sample(NAMES, ROW)
+    return {"text": " ".join(sorted(words)), "target": " ".join(words * 2)}
 
 
 def write_texts(folder: Path, rows: dict[str, int]) -> None:
@@ -72,7 +88,7 @@ def write_texts(folder: Path, rows: dict[str, int]) -> None:
     for split, count in rows.items():
         lines = [json.dumps(made_text(generator)) for _ in range(count)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    words = ["<pad>", "</s>", "<unk>", GAP, *NAMES]
+    words = ["<pad>", "</s>", "<unk>", *NAMES]
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
@@ -84,17 +100,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="folder with the files of GLUE (default: the Hub)")
     parser.add_argument("--tokenizer", default="bert-base-uncased", help="of DeBERTa")
-    parser.add_argument("--texts", type=int, default=2400, help="made texts to train on")
+    parser.add_argument("--texts", type=int, default=13000, help="made texts to train on")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS], help="which of the runs")
     parser.add_argument("--steps", type=int, help="at most so many steps of each training")
     parser.add_argument("--output", type=Path, required=True)
     chosen = parser.parse_args(arguments)
     texts = chosen.output / "texts"
     texts.mkdir(parents=True)
-    write_texts(texts, {"train": chosen.texts, "validation": 300})
+    write_texts(texts, {"train": chosen.texts, "validation": 200})
     results = []
     for name in chosen.runs:
-        common, first, second = RUNS[name]
+        common, first, conversions = RUNS[name]
         is_made = common["task_type"] == "seq2seq-lm"
         data = {**common["data"], **({"dataset": str(texts)} if is_made else {"folder": chosen.folder})}
         shared = {**common, "data": data, "speed": {"lengths": []}}
@@ -107,16 +123,16 @@ def main(arguments: list[str] | None = None) -> None:
         train = {"num_train_epochs": 1.0, **first["train"], **limit}
         exact = {"model": str(folder / "config"), "from_config": True, "output": str(folder / "exact"), "train": train}
         hla.finetune(**shared, **exact)
-        settings = {**second, "distill": {**second["distill"], **limit}, "control": True}
-        if limit:
-            settings["transfer"] = limit
-        result = hla.convert(**shared, **settings, model=str(folder / "exact" / "model"), output=str(folder / "linear"))
-        scores = {stage: values for stage, values in asdict(result.scores).items() if values is not None}
-        options = {"data": common["data"], "train": train, **second}
-        facts = {"name": name, "model_type": first["model_type"], "config": first["config"], "options": options}
-        results.append({**facts, "metric": result.score.metric, **scores})
-        facts = {"environment": result.environment, "defaults": defaults_of(results)}
-        write_json(chosen.output / "results.json", {**facts, "rows": results})
+        for number, (conversion, settings) in enumerate(conversions.items()):
+            parts = {"transfer": limit, "distill": {**settings["distill"], **limit}} if limit else {}
+            paths = {"model": str(folder / "exact" / "model"), "output": str(folder / f"linear-{number}")}
+            result = hla.convert(**shared, **{**settings, **parts}, **paths)
+            scores = {stage: values for stage, values in asdict(result.scores).items() if values is not None}
+            options = {"data": common["data"], "train": train, **settings}
+            facts = {"model_type": first["model_type"], "config": first["config"], "options": options}
+            results.append({"name": conversion, **facts, "metric": result.score.metric, **scores})
+            facts = {"environment": result.environment, "defaults": defaults_of(results)}
+            write_json(chosen.output / "results.json", {**facts, "rows": results})
 
 
 if __name__ == "__main__":

@@ -327,7 +327,10 @@ def glue_table(path: str = "glue.json", stages: Sequence[str] = ()) -> str:
 
 def terms_quality_table() -> str:
     """Tiny models with terms in their logits: what each stage of the conversion makes of their metric."""
-    names = {"deberta": "DeBERTa on SST-2", "t5": "T5, gaps in repeated words"}
+    names = {
+        **{"deberta": "DeBERTa on SST-2", "t5": "T5, words that come again"},
+        **{"t5-window-alone": "the same, nothing outside of windows"},
+    }
     titles = {
         **{"teacher": "exact", "without_attention": "without attention", "patched": "calibrated only"},
         **{"transferred": "after attention transfer", "converted": "as saved", "control": "exact, trained as long"},
