@@ -30,7 +30,8 @@ def placing_nodes() -> Iterator[None]:
 
 def places_nodes(length: int | None, *tensors: Tensor) -> bool:
     """Return whether a call of a free length of tokens (None: any length) becomes a node, which computes in float32."""
-    if not _placing.get() or not torch.compiler.is_exporting() or isinstance(length, int):
+    # The variable comes last: `torch.compile` cannot read it.
+    if not torch.compiler.is_exporting() or isinstance(length, int) or not _placing.get():
         return False
     return all(tensor.dtype == torch.float32 for tensor in tensors)
 

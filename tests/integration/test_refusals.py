@@ -137,7 +137,7 @@ def test_sizes_that_a_layer_does_not_tell():
         if hasattr(module, name):
             delattr(module, name)
     with pytest.raises(NotImplementedError, match=r"number of heads or their size is not to be found on 'attention'"):
-        attention_shape(AttentionLayer("attention", module, False, "full", "", True), 0, None)
+        attention_shape(AttentionLayer("attention", module, {}, None, False, "full", "", True), 0, None)
 
 
 @pytest.mark.slow
