@@ -120,12 +120,13 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     settings = partial(exporter.config_class, **({"optimize": False} if format == "onnx" else {}))
     limit = length_limit(model)
     inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
+    nodes = placing_nodes() if format == "onnx" else nullcontext()
     if model.can_generate():
         config = settings(dynamic=True)
         if format == "openvino":  # the states are outputs of the first graph, and variables of the second
             config = {"prefill": settings(dynamic=True, stateful=False), "decode": config}
         try:
-            with placing_nodes() if format == "onnx" else nullcontext():
+            with nodes:
                 exported = simplified(exporter.export_for_generation(model, inputs, config))
         except RuntimeError as error:  # which names the graph only
             if isinstance(error.__cause__, NotImplementedError):
@@ -136,7 +137,7 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
         return exported, None
     sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
     shapes = dict.fromkeys(inputs, sizes)
-    with placing_nodes() if format == "onnx" else nullcontext():
+    with nodes:
         exported = simplified(exporter.export(model, dict(inputs), settings(dynamic_shapes=shapes)))
     if format == "openvino":  # which computes in bfloat16 by default where the processor can
         exported.to("cpu", config={"INFERENCE_PRECISION_HINT": "f32"})

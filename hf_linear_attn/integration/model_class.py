@@ -365,8 +365,7 @@ def update_classes(root: PreTrainedModel) -> None:
     for model in reversed([part for part in root.modules() if isinstance(part, PreTrainedModel)]):
         if is_patched(model):
             become_patched(model)
-            fields = vars(model.config)
-            fields |= config_fields(model)
+            vars(model.config).update(config_fields(model))
         elif isinstance(model, LinearAttentionModelMixin):
             become_exact(model)
 

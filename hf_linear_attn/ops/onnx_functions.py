@@ -1,6 +1,6 @@
 """The nodes of `ops.graph_nodes` as functions of ONNX operators, for any batch and length.
 
-Their operators are those of opset 18, which every runtime has; of opset 26 where a state is in int8.
+Their operators are those of opset 18, which every runtime has.
 """
 
 from __future__ import annotations

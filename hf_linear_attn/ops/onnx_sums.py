@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from .common import DENOMINATOR_EPS
+from .windowed import FLOOR
 
 #: Tokens of a chunk; where each feature decays, where each has a log scale, and where each token corrects the state.
 CHUNK, FEATURE_CHUNK, PIECE, STEP = 64, 32, 8, 1
-
-#: As in `ops.windowed`: the least log scale that others are subtracted from.
-FLOOR = -1e20
 
 #: Where `Slice` ends at the latest.
 END = np.iinfo(np.int64).max
@@ -135,7 +133,7 @@ def _zeros(op: Any, *tensors: Any, value: float = 0.0) -> Any:
     return op.ConstantOfShape(op.Concat(*sizes, axis=0), value=_float(value))
 
 
-def _swapped(op: Any, tensor: Any, rank: int = 4) -> Any:
+def swapped(op: Any, tensor: Any, rank: int = 4) -> Any:
     """Transpose the last two dimensions."""
     return op.Transpose(tensor, perm=[*range(rank - 2), rank - 1, rank - 2])
 
@@ -184,7 +182,7 @@ def causal_sums(
             last = op.Slice(decay, [-1], [size], [2])
 
         def products(queries: Any, features: Any) -> Any:
-            return op.MatMul(queries, op.Unsqueeze(_swapped(op, features), [2]))
+            return op.MatMul(queries, op.Unsqueeze(swapped(op, features), [2]))
 
         def gaps(column: Any, row: Any) -> Any:
             return op.Unsqueeze(op.Exp(op.Min(op.Sub(column, row), 0.0)), [2])
@@ -203,7 +201,7 @@ def causal_sums(
             written = op.Mul(features, op.Unsqueeze(op.Exp(op.Sub(offset, floor)), [3]))
             state = [after if last is None else op.Add(after, op.Squeeze(last, [2, 3]))]
         else:
-            kept = None if decay is None else op.Exp(_swapped(op, last))
+            kept = None if decay is None else op.Exp(swapped(op, last))
             written = features if decay is None else op.Mul(features, op.Exp(op.Sub(last, decay)))
             past = queries if decay is None else op.Mul(queries, op.Unsqueeze(op.Exp(decay), [2]))
             if by_feature:
@@ -212,12 +210,12 @@ def causal_sums(
                 weights = products(queries, op.Mul(features, op.Exp(op.Sub(middle, decay))))
             else:
                 weights = products(queries, features)
-                weights = weights if decay is None else op.Mul(weights, gaps(decay, _swapped(op, decay)))
+                weights = weights if decay is None else op.Mul(weights, gaps(decay, swapped(op, decay)))
             state = []
         out = op.MatMul(op.Mul(weights, lower), op.Unsqueeze(values, [2]))
         out = op.Add(out, op.MatMul(past, op.Unsqueeze(total, [2])))
         total = total if kept is None else op.Mul(total, kept)
-        return op.Add(total, op.MatMul(_swapped(op, written), values)), *state, out
+        return op.Add(total, op.MatMul(swapped(op, written), values)), *state, out
 
     out, *after = _scan_chunks(op, step, size, length, start)
     return _joined_heads(op, out), *after
@@ -257,10 +255,10 @@ def causal_efficient(
         running = op.Max(op.ReduceMax(seen, [3], keepdims=0), before, FLOOR)
         inside = op.Exp(op.Sub(seen, op.Unsqueeze(running, [3])))
         past = op.Exp(op.Sub(before, running))
-        ones = _swapped(op, op.Slice(total, [-1], [END], [3]))
+        ones = swapped(op, op.Slice(total, [-1], [END], [3]))
         normaliser = op.Add(op.ReduceSum(inside, [3], keepdims=0), op.Mul(past, ones))
         shares = op.Div(op.Gather(rows, tokens, axis=3), op.Unsqueeze(op.Max(normaliser, DENOMINATOR_EPS), [2]))
-        weights = op.MatMul(op.Unsqueeze(shares, [4]), op.Unsqueeze(_swapped(op, inside, 5), [2]))
+        weights = op.MatMul(op.Unsqueeze(shares, [4]), op.Unsqueeze(swapped(op, inside, 5), [2]))
         sums = op.Unsqueeze(op.Slice(total, [0], [-1], [3]), [2])
         out = op.MatMul(op.Squeeze(weights, [4]), op.Unsqueeze(op.Slice(values, [0], [-1], [3]), [2]))
         out = op.Add(out, op.MatMul(op.Mul(shares, op.Unsqueeze(past, [2])), sums))
@@ -268,7 +266,7 @@ def causal_efficient(
         floor = op.Max(after, FLOOR)
         kept = op.Mul(total, op.Unsqueeze(op.Exp(op.Sub(top, floor)), [3]))
         written = op.Exp(op.Sub(logits, op.Unsqueeze(floor, [2])))
-        return op.Add(kept, op.MatMul(_swapped(op, written), values)), after, out
+        return op.Add(kept, op.MatMul(swapped(op, written), values)), after, out
 
     out, *after = _scan_chunks(op, step, PIECE, length, start)
     return _joined_heads(op, out), *after
@@ -294,7 +292,7 @@ def causal_delta(
         features, target = op.Gather(key, tokens, axis=2), op.Gather(value, tokens, axis=2)
         total = op.Mul(total, op.Gather(decay, tokens, axis=2))
         write = op.Mul(op.Sub(target, op.MatMul(features, total)), op.Gather(rate, tokens, axis=2))
-        total = op.Add(total, op.MatMul(_swapped(op, features), write))
+        total = op.Add(total, op.MatMul(swapped(op, features), write))
         return total, op.MatMul(op.Gather(rows, tokens, axis=3), op.Unsqueeze(total, [2]))
 
     out, *after = _scan_chunks(op, step, STEP, op.Shape(key, start=2, end=3), start)

@@ -13,17 +13,11 @@ from typing import Any
 import numpy as np
 
 from .common import DENOMINATOR_EPS
-from .onnx_sums import END, FLOAT, FLOOR, INT64, constant, joined, running_sums, within
-
-#: As in `ops.windowed`.
-MIN_BLOCK, MAX_BLOCK = 32, 64
-LARGEST_GAP = 60.0
+from .onnx_sums import END, FLOAT, INT64, constant, joined, running_sums, swapped, within
+from .windowed import BLOCKED, FLOOR, LARGEST_GAP, MAX_BLOCK, MIN_BLOCK
 
 #: Most blocks of rows handled at once.
 GROUP = 8
-
-#: Added to the logits of padding where a row may have nothing else.
-BLOCKED = -1e30
 
 
 def window(
@@ -133,9 +127,8 @@ def window(
             return op.Reshape(tensor, [0, 0, 0, repeats, size, -1])
 
         def logits_of(keys: Any, bias: Any) -> Any:
-            logits = unfolded(op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 2, 4, 3])))
-            logits = op.Mul(op.Tanh(op.Div(logits, softcap)), softcap) if softcap else logits
-            return op.Add(logits, bias)
+            logits = unfolded(op.MatMul(rows, swapped(op, keys, 5)))
+            return op.Add(_capped(op, logits, softcap), bias)
 
         # Exact logits: the window, and the sinks.
         rows = op.Mul(rows_of(query), scaling)
@@ -150,7 +143,7 @@ def window(
         # What is outside: keys of the blocks near the rows, and sums over all others.
         features = rows_of(query_values)
         edge_keys = op.Gather(key_values, edge_at, axis=2)
-        weights = unfolded(op.MatMul(features, op.Transpose(edge_keys, perm=[0, 1, 2, 4, 3])))
+        weights = unfolded(op.MatMul(features, swapped(op, edge_keys, 5)))
         carried = op.MatMul(features, op.Gather(sums[0], numbers, axis=2))
         factor = unfolded(rows_of(mixed)) if mixes_rows else mixed
         exponent = None if query_scale is None else unfolded(rows_of(query_scale))
@@ -229,14 +222,17 @@ def bidirectional_window(op: Any, *inputs: Any, sinks: int, **attributes: Any) -
     # The sinks themselves see every key.
     grouped = op.Concat([0, groups, -1], op.Shape(query, start=3), axis=0)
     queries = op.Reshape(op.Mul(taken(query, heads), attributes["scaling"]), grouped)
-    logits = op.MatMul(queries, op.Transpose(key, perm=[0, 1, 3, 2]))
-    if attributes["softcap"]:
-        logits = op.Mul(op.Tanh(op.Div(logits, attributes["softcap"])), attributes["softcap"])
+    logits = op.MatMul(queries, swapped(op, key))
+    logits = _capped(op, logits, attributes["softcap"])
     logits = op.Add(logits, op.Unsqueeze(op.Where(valid, 0.0, BLOCKED), [1, 2]))
     exact = op.MatMul(op.Softmax(logits, axis=-1), value)
     exact = op.Reshape(exact, op.Concat([0, heads, 2 * sinks], op.Shape(value, start=3), axis=0))
     index = op.Expand(op.Unsqueeze(position, [1, 3]), op.Shape(exact))
     return op.ScatterElements(out, index, exact, axis=2)
+
+
+def _capped(op: Any, logits: Any, softcap: float) -> Any:
+    return op.Mul(op.Tanh(op.Div(logits, softcap)), softcap) if softcap else logits
 
 
 def _with_ones(op: Any, value: Any) -> Any:
@@ -303,8 +299,8 @@ def _far_sums(
             difference = op.Sub(scale, op.Max(op.Unsqueeze(tops[0], [3]), FLOOR))
             features = op.Mul(features, op.Unsqueeze(op.Exp(difference), [4]))
         # In this order the wider tensor is none that is transposed.
-        total = op.MatMul(op.Transpose(values, perm=[0, 1, 2, 4, 3]), features)
-        return op.Transpose(total, perm=[0, 1, 2, 4, 3]), *tops
+        total = op.MatMul(swapped(op, values, 5), features)
+        return swapped(op, total, 5), *tops
 
     outputs = 1 if key_scale is None else 2
     body = op.builder.subgraph(

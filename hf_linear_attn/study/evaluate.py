@@ -103,7 +103,8 @@ def evaluate(
         check_mechanism(name)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    progress.log(f"Loading {config.name or model.name_or_path if isinstance(model, PreTrainedModel) else model} ...")
+    source = model.name_or_path if isinstance(model, PreTrainedModel) else model
+    progress.log(f"Loading {config.name or source} ...")
     evaluated = load_evaluated_model(model, config, tokenizer, documents)
     groups = find_checkpoints(config.converted, config.baseline, evaluated.model.config)
     attentions = config.attention or ()

@@ -1,12 +1,17 @@
 """The base class of adapters, and their registry by the names of attention classes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...ops.windowed import MIN_BLOCK
+
+#: Narrowest window of modules with vectors of distances: blocks of tokens are no longer than it.
+LEAST_WINDOW = MIN_BLOCK
 
 
 class Adapter:
@@ -63,6 +68,8 @@ class OutsideAdapter(Adapter):
 
     outside = True
     causal = False
+    #: Methods of the models around a module by their names, and what they are while it is patched.
+    methods_around: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     @staticmethod
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +83,10 @@ class OutsideAdapter(Adapter):
             module.is_causal = self.causal
             module.has_flag_of_family = True
         set_method(module, "forward", self.forward)
+        for name, function in self.methods_around.items():
+            for parent in parents:
+                if hasattr(parent, name):
+                    set_method(parent, name, function)
 
     def remove(self, module: Any, parents: Sequence[Any]) -> None:
         if vars(module).pop("has_config_of_model", False):
@@ -83,6 +94,9 @@ class OutsideAdapter(Adapter):
         if vars(module).pop("has_flag_of_family", False):
             del module.is_causal
         remove_method(module, "forward")
+        for name in self.methods_around:
+            for parent in parents:
+                remove_method(parent, name)
 
 
 def call_interface(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -112,21 +126,6 @@ def set_method(module: Any, name: str, function: Any) -> None:
 def remove_method(module: Any, name: str) -> None:
     """Give a module the method of its class again."""
     vars(module).pop(name, None)
-
-
-def replace_methods(parents: Sequence[Any], **functions: Any) -> None:
-    """Give the modules around a layer that have methods of these names others, until `restore_methods`."""
-    for name, function in functions.items():
-        for parent in parents:
-            if hasattr(parent, name):
-                set_method(parent, name, function)
-
-
-def restore_methods(parents: Sequence[Any], *names: str) -> None:
-    """Undo `replace_methods`."""
-    for parent in parents:
-        for name in names:
-            remove_method(parent, name)
 
 
 def last_bucket(buckets: int, max_distance: int, *, two_sided: bool) -> int:

@@ -4,17 +4,13 @@ Transformer-XL (Dai et al. 2019, arXiv:1901.02860) has a sinusoid for each dista
 al. 2018, arXiv:1803.02155) is the last distance with a vector of its own on either side.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.disentangled import Disentangled
-from .base import OutsideAdapter, call_interface, register, replace_methods, restore_methods
-
-#: Narrowest window: blocks of tokens are no longer than it (`ops.windowed.MIN_BLOCK`).
-LEAST_WINDOW = 32
+from .base import LEAST_WINDOW, OutsideAdapter, call_interface, register
 
 
 def _by_head(tensor: Tensor, heads: int) -> Tensor:
@@ -127,6 +123,7 @@ class _Parakeet(OutsideAdapter):
 class _Wav2Vec2(OutsideAdapter):
     terms = ("relative",)
     forward = staticmethod(_wav2vec2)
+    methods_around: ClassVar = {"_apply_chunk_attention": _chunk_mask}
 
     def applies(self, module: Any) -> bool:
         return module.position_embeddings_type in ("relative", "relative_key")
@@ -136,14 +133,6 @@ class _Wav2Vec2(OutsideAdapter):
 
     def endless_positions(self, module: Any) -> bool:
         return module.position_embeddings_type == "relative"
-
-    def install(self, module: Any, parents: Sequence[Any]) -> None:
-        super().install(module, parents)
-        replace_methods(parents, _apply_chunk_attention=_chunk_mask)
-
-    def remove(self, module: Any, parents: Sequence[Any]) -> None:
-        super().remove(module, parents)
-        restore_methods(parents, "_apply_chunk_attention")
 
 
 register(_Parakeet(), "ParakeetEncoderAttention")

@@ -4,17 +4,13 @@ The encoder's mask and indices of all pairs of tokens, `[L, L]`, are not made wh
 """
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.disentangled import Disentangled
-from .base import OutsideAdapter, call_interface, register, replace_methods, restore_methods
-
-#: Narrowest window: blocks of tokens are no longer than it (`ops.windowed.MIN_BLOCK`).
-LEAST_WINDOW = 32
+from .base import LEAST_WINDOW, OutsideAdapter, call_interface, register
 
 
 def _padding_mask(encoder: Any, attention_mask: Tensor) -> Tensor | None:
@@ -111,6 +107,7 @@ def _forward(
 
 class _Deberta(OutsideAdapter):
     forward = staticmethod(_forward)
+    methods_around: ClassVar = {"get_attention_mask": _padding_mask, "get_rel_pos": _no_distances}
 
     def obstacle(self, module: Any) -> str:
         return "mixes its heads (talking_head)" if getattr(module, "talking_head", False) else ""
@@ -120,14 +117,6 @@ class _Deberta(OutsideAdapter):
 
     def bias_reach(self, module: nn.Module) -> int:
         return LEAST_WINDOW if self.terms_of(module) else 0
-
-    def install(self, module: Any, parents: Sequence[Any]) -> None:
-        super().install(module, parents)
-        replace_methods(parents, get_attention_mask=_padding_mask, get_rel_pos=_no_distances)
-
-    def remove(self, module: Any, parents: Sequence[Any]) -> None:
-        super().remove(module, parents)
-        restore_methods(parents, "get_attention_mask", "get_rel_pos")
 
 
 register(_Deberta(), "DisentangledSelfAttention")

@@ -1,11 +1,10 @@
 """MPNet: T5's bias by buckets of the distance, which the encoder makes once for all layers."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .base import OutsideAdapter, call_interface, last_bucket, register, replace_methods, restore_methods
+from .base import OutsideAdapter, call_interface, last_bucket, register
 
 #: What MPNet's encoder takes, whatever its config says.
 BUCKETS, MAX_DISTANCE = 32, 128
@@ -45,17 +44,10 @@ def _forward(
 class _MPNet(OutsideAdapter):
     terms = ("bias",)
     forward = staticmethod(_forward)
+    methods_around: ClassVar = {"compute_position_bias": _bias_by_distance}
 
     def bias_reach(self, module: nn.Module) -> int:
         return last_bucket(BUCKETS, MAX_DISTANCE, two_sided=True)
-
-    def install(self, module: Any, parents: Sequence[Any]) -> None:
-        super().install(module, parents)
-        replace_methods(parents, compute_position_bias=_bias_by_distance)
-
-    def remove(self, module: Any, parents: Sequence[Any]) -> None:
-        super().remove(module, parents)
-        restore_methods(parents, "compute_position_bias")
 
 
 ADAPTER = _MPNet()

@@ -1,15 +1,14 @@
 """MPT: ALiBi with slopes of its own where the number of heads is no power of two."""
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..cache_argument import find_cache
 from .alibi import AlibiAdapter, slopes_of
-from .base import call_interface, register, replace_methods, restore_methods
+from .base import call_interface, register
 
 MODEL_TYPE = "mpt"
 
@@ -51,19 +50,12 @@ def _forward(
 
 class _Mpt(AlibiAdapter):
     forward = staticmethod(_forward)
+    methods_around: ClassVar = {"build_mpt_alibi_tensor": _no_bias}
 
     @staticmethod
     def slopes(module: Any) -> Tensor:
         modeling: Any = sys.modules[type(module).__module__]
         return -modeling.build_mpt_alibi_tensor(module.n_heads, 2, device="cpu")[:, 0, 0]
-
-    def install(self, module: Any, parents: Sequence[Any]) -> None:
-        super().install(module, parents)
-        replace_methods(parents, build_mpt_alibi_tensor=_no_bias)
-
-    def remove(self, module: Any, parents: Sequence[Any]) -> None:
-        super().remove(module, parents)
-        restore_methods(parents, "build_mpt_alibi_tensor")
 
 
 register(_Mpt(), "MptAttention")
