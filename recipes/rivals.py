@@ -405,8 +405,8 @@ class Rivals:
         if variant in OURS or variant in self.converted:
             return read_context(self.model(variant), ids)
         if variant == EXACT:
-            asked = {name.rsplit("-", 1)[0] for name in self.variants}
-            return read_context(self.exact, ids, [name for name in PRESSES if name in asked])
+            presses = {name.rsplit("-", 1)[0] for name in self.variants}
+            return read_context(self.exact, ids, [name for name in PRESSES if name in presses])
         context = self.read(EXACT, ids)[1]
         if variant in QUANTIZED:
             return context.quantized(QUANTIZED[variant])

@@ -78,8 +78,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]
 
 def made_text(generator: random.Random) -> dict[str, str]:
     """Return words in the order of the alphabet, and twice in another one."""
-    words = generator.sample(NAMES, ROW)
-    return {"text": " ".join(sorted(words)), "target": " ".join(words * 2)}
+    sample = generator.sample(NAMES, ROW)
+    return {"text": " ".join(sorted(sample)), "target": " ".join(sample * 2)}
 
 
 def write_texts(folder: Path, rows: dict[str, int]) -> None:
@@ -88,8 +88,8 @@ def write_texts(folder: Path, rows: dict[str, int]) -> None:
     for split, count in rows.items():
         lines = [json.dumps(made_text(generator)) for _ in range(count)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    words = ["<pad>", "</s>", "<unk>", *NAMES]
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    vocabulary = ["<pad>", "</s>", "<unk>", *NAMES]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     named = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -101,8 +101,8 @@ def test_every_import_is_declared(project: dict[str, Any]) -> None:
                 imported.append(node.module or "")
             # Modules that are imported when they are first used: kernels, and the server, which says what it lacks.
             lazy = {"triton.": {"triton"}, "serving.server": {"fastapi", "starlette", "uvicorn"}}
-            place = f"{path.parent.name}.{path.stem}"
-            allowed = set().union(*(names for start, names in lazy.items() if place.startswith(start)))
+            module = f"{path.parent.name}.{path.stem}"
+            allowed = set().union(*(names for start, names in lazy.items() if module.startswith(start)))
             assert {name.partition(".")[0] for name in imported} <= known | allowed, path.name
 
 

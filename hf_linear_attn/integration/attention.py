@@ -308,11 +308,11 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
     assert call.mask is not None
     mask = full_mask_to_bool(call.mask, call.label)
     if layer is not None:
-        is_alone = not forward_context.runs and not torch.compiler.is_compiling()
+        has_exact_model = not forward_context.runs and not torch.compiler.is_compiling()
         around = " The exact model around this layer makes such a mask of a 2D one: patch it as a whole."
         raise NotImplementedError(
             "A 4D attention mask cannot be used with a cache. Pass use_cache=False, or a 2D mask where a state holds "
-            f"tokens already.{around if is_alone else ''}"
+            f"tokens already.{around if has_exact_model else ''}"
         )
     mechanism.check_mask(mask)
     batch, heads, length, _ = call.query.shape

@@ -97,7 +97,7 @@ def check_architecture(root: PreTrainedModel, layers: Sequence[AttentionLayer]) 
         return
     for candidates, unknown in groups.items():
         try:
-            problem = _verdict(root, candidates, unknown)
+            problem = _known_problem(root, candidates, unknown)
         except UntriableError as error:
             problem = f"it cannot be tried here: {error}"
         if problem:
@@ -149,9 +149,9 @@ def _candidates(layer: AttentionLayer) -> tuple[str, ...]:
     return tuple(reversed(layer.models) if _is_foreign(layer) else layer.models)
 
 
-def _verdict(root: PreTrainedModel, candidates: Sequence[str], layers: Sequence[AttentionLayer]) -> str:
+def _known_problem(root: PreTrainedModel, candidates: Sequence[str], layers: Sequence[AttentionLayer]) -> str:
     """Return "" or why these layers of a model do not work, from the cache folder or by a trial."""
-    path, names = _verdict_file(layers), [layer.name for layer in layers]
+    path, names = _problem_file(layers), [layer.name for layer in layers]
     if path is not None:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # There is none yet, or it is damaged.
             return str(json.loads(path.read_text(encoding="utf-8"))["reason"])
@@ -162,7 +162,7 @@ def _verdict(root: PreTrainedModel, candidates: Sequence[str], layers: Sequence[
     return reason
 
 
-def _verdict_file(layers: Sequence[AttentionLayer]) -> Path | None:
+def _problem_file(layers: Sequence[AttentionLayer]) -> Path | None:
     """Return the file of a verdict, by all that it may depend on but for the weights; None where it cannot be kept.
 
     Those are the versions of this package and of Transformers, the files with the classes around the layers, and the

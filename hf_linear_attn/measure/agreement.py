@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -56,12 +56,15 @@ def measure_agreement(model: Any, exact: Any, prompts: Sequence[Sequence[int]], 
     check_argument("new_tokens", new_tokens, int, least=1)
     rows = []
     for prompt in prompts:
-        generated, expected = (
-            generate_greedily(side, torch.tensor([list(prompt)], device=side.device), new_tokens, pad=0)[0].tolist()
-            for side in (model, exact)
-        )
+        generated, expected = (_greedy_continuation(decoder, prompt, new_tokens) for decoder in (model, exact))
         pairs = list(zip_longest(generated, expected))[len(prompt) :]  # one of them may have ended earlier
         equal = [token == other for token, other in pairs]
         common = len(list(takewhile(bool, equal)))
         rows.append({"tokens": len(prompt), "common": common, "equal": fmean(equal), "same": all(equal)})
     return Agreement(pd.DataFrame(rows))
+
+
+def _greedy_continuation(decoder: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """Return the prompt and what the decoder goes on with."""
+    ids = torch.tensor([list(prompt)], device=decoder.device)
+    return cast(list[int], generate_greedily(decoder, ids, new_tokens, pad=0)[0].tolist())

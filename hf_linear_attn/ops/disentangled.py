@@ -144,8 +144,8 @@ def shifted(products: Tensor, window: int, first: int, count: int) -> Tensor:
     return flat[..., : size * (width - 1)].unflatten(-1, (size, width - 1))[..., :count]
 
 
-def one_side(values: Tensor, side: int, dim: int = -1) -> Tensor:
-    """Return doubled features, or sums of them, without those of the other side: 0 for keys before their query."""
+def one_direction(values: Tensor, direction: int, dim: int = -1) -> Tensor:
+    """Return doubled features, or sums of them, without those of the other direction: 0 for keys before their query."""
     halves = list(values.chunk(2, dim=dim))
-    halves[1 - side] = torch.zeros_like(halves[1 - side])
+    halves[1 - direction] = torch.zeros_like(halves[1 - direction])
     return torch.cat(halves, dim=dim)

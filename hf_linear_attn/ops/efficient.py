@@ -32,7 +32,7 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .graph_nodes import place_node, places_nodes
+from .graph_nodes import graph_node, places_nodes
 
 #: Tokens per chunk of the causal form, and per piece of a chunk: inside a piece the factors `exp(k_jc - c_ic)` are
 #: explicit for every pair of tokens and feature, because the maximum of a chunk would depend on later tokens.
@@ -84,11 +84,11 @@ def causal(inputs: AttentionInputs, scale: float) -> tuple[Tensor, State]:
     if places_nodes(None, query):  # of one token, too: ONNX has no running maximum
         rows, logits = torch.softmax(query * scale, dim=-1), mask_tokens(key * scale, inputs.mask, float("-inf"))
         values = with_ones(mask_tokens(value, inputs.mask))
-        given = (None, None) if inputs.state is None else KVState.from_state(inputs.state)
-        sums = (*key.shape[:2], key.shape[3])
-        shapes = ((*query.shape[:3], value.shape[3]), (*sums, values.shape[3]), sums)
-        node_inputs = (rows, logits, values, *given)
-        out, total, top = place_node("CausalEfficient", node_inputs, {"groups": key.shape[1]}, *shapes)
+        before = (None, None) if inputs.state is None else KVState.from_state(inputs.state)
+        head_sizes = (*key.shape[:2], key.shape[3])
+        shapes = ((*query.shape[:3], value.shape[3]), (*head_sizes, values.shape[3]), head_sizes)
+        node_inputs = (rows, logits, values, *before)
+        out, total, top = graph_node("CausalEfficient", node_inputs, {"groups": key.shape[1]}, *shapes)
         return out, KVState(total, top).state()
     refuse_free_length(length, "Causal efficient attention")
     state = _no_keys(key, value) if inputs.state is None else KVState.from_state(inputs.state)

@@ -35,7 +35,7 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .graph_nodes import place_node, places_nodes
+from .graph_nodes import graph_node, places_nodes
 
 #: Tokens per chunk with one decay per head, and with one per feature.
 HEAD_CHUNK = 64
@@ -55,7 +55,7 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     batch, heads, length, _ = call.query.shape
     if places_nodes(length, call.query):
         keys = masked_keys(call.key_features(mask_tokens(call.key, call.mask)), call.mask)
-        return place_causal(call, Features(keys.values, keys.log_scale), keys.log_decay, by_feature=call.per_feature)
+        return causal_node(call, Features(keys.values, keys.log_scale), keys.log_decay, by_feature=call.per_feature)
     chunk = FEATURE_CHUNK if call.per_feature else HEAD_CHUNK
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
     carry = None if call.state is None else KVState.from_state(call.state)
@@ -69,17 +69,17 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     return torch.cat(outputs, dim=2), call.state if carry is None else carry.state()
 
 
-def place_causal(
+def causal_node(
     call: GatedCall | KernelizedCall, keys: Features, log_decay: Tensor | None, *, by_feature: bool = False
 ) -> tuple[Tensor, State]:
-    """Place the node of a causal call, whose keys and decays are those of real tokens: zeros for padding."""
+    """Return the node of a causal call, whose keys and decays are those of real tokens: zeros for padding."""
     rows = call.query_features(call.query).values
     start = None if call.state is None else KVState.from_state(call.state)
-    sums, after = place_sums(rows, keys, with_ones(call.value), log_decay, start, by_feature=by_feature)
-    return weighted_mean(sums, signed=call.signed), after.state()
+    totals, after = sums_node(rows, keys, with_ones(call.value), log_decay, start, by_feature=by_feature)
+    return weighted_mean(totals, signed=call.signed), after.state()
 
 
-def place_sums(
+def sums_node(
     rows: Tensor,
     keys: Features,
     value: Tensor,
@@ -97,8 +97,8 @@ def place_sums(
         shapes.append(value.shape[:2])
     inputs = (rows, keys.values, value, keys.log_scale, log_decay, *(start or (None, None)))
     attributes = {"groups": value.shape[1], "by_feature": int(by_feature)}
-    sums, *after = place_node("CausalSums", inputs, attributes, *shapes)
-    return sums, KVState(after[0], after[1] if len(after) > 1 else None)
+    totals, *after = graph_node("CausalSums", inputs, attributes, *shapes)
+    return totals, KVState(after[0], after[1] if len(after) > 1 else None)
 
 
 def masked_keys(keys: GatedKeys, mask: Tensor | None) -> GatedKeys:

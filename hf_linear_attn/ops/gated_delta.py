@@ -33,8 +33,8 @@ from .common import (
     token_blocks,
     with_ones,
 )
-from .gated import place_sums
-from .graph_nodes import place_node, places_nodes
+from .gated import sums_node
+from .graph_nodes import graph_node, places_nodes
 
 #: Tokens per chunk.
 CHUNK = 64
@@ -97,11 +97,11 @@ def _node(call: GatedCall) -> tuple[Tensor, State]:
     rate = keys.rate.unsqueeze(-1)
     inputs = (rows, keys.values, values, keys.log_decay.exp().unsqueeze(-1), rate, kv)
     sizes = (*rows.shape[:3], values.shape[3]), (*values.shape[:2], rows.shape[3], values.shape[3])
-    sums, kv = place_node("CausalDelta", inputs, {"groups": groups}, *sizes)
+    totals, kv = graph_node("CausalDelta", inputs, {"groups": groups}, *sizes)
     before = None if call.state is None else KVState(call.state["level"][..., None, None], None)
     ones = torch.ones_like(rate)
-    levels, after = place_sums(ones, Features(rate), ones, (keys.log_decay + remaining(keys)).unsqueeze(-1), before)
-    out = normalise(group_heads(sums, groups), levels.squeeze(-1)).flatten(1, 2)
+    levels, after = sums_node(ones, Features(rate), ones, (keys.log_decay + remaining(keys)).unsqueeze(-1), before)
+    out = normalise(group_heads(totals, groups), levels.squeeze(-1)).flatten(1, 2)
     return out, {**KVState(kv, None).state(), "level": after.total[..., 0, 0]}
 
 

@@ -36,7 +36,7 @@ def places_nodes(length: int | None, *tensors: Tensor) -> bool:
     return all(tensor.dtype == torch.float32 for tensor in tensors)
 
 
-def place_node(
+def graph_node(
     name: str,
     inputs: Sequence[Tensor | None],
     attributes: Mapping[str, int | float],

@@ -29,7 +29,7 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .gated import gated_causal, place_causal
+from .gated import causal_node, gated_causal
 from .graph_nodes import places_nodes
 
 #: Tokens per chunk of the causal form: weights are explicit within a chunk, and the state passes between chunks. Chunks
@@ -109,8 +109,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
     slope = None if call.terms is None else call.terms.slope
     if places_nodes(length, query) and slope is None:
         keys = _masked(call.key_features(mask_tokens(key, call.mask)), call.mask)
-        placed, sums = place_causal(call, keys, None)
-        return placed, sums if call.return_state else None
+        out, node_state = causal_node(call, keys, None)
+        return out, node_state if call.return_state else None
     if is_free(length) or slope is not None:
         out, after = gated_causal(_gated(call))
         return out, after if call.return_state else None

@@ -30,7 +30,7 @@ from .common import (
     softmax_rows,
     token_blocks,
 )
-from .gated import place_sums
+from .gated import sums_node
 from .graph_nodes import places_nodes
 from .linformer import low_rank_attention
 
@@ -75,14 +75,14 @@ def causal(inputs: AttentionInputs, packed: Tensor) -> tuple[Tensor, State]:
     if places_nodes(length, query):
         keys, values = mask_tokens(key, mask), mask_tokens(value, mask)
         features = mask_tokens(packing_features(packed, keys, inputs.scaling), mask)
-        given = KVState(key_sum.transpose(-1, -2), None), KVState(value_sum, None)
+        before = KVState(key_sum.transpose(-1, -2), None), KVState(value_sum, None)
         share = shares.squeeze(1)
-        logits, packed_keys = place_sums(query, Features(keys), features, start=given[0])
-        out, packed_values = place_sums(
-            torch.softmax(logits * share, dim=-1), Features(features), values, start=given[1]
+        logits, packed_keys = sums_node(query, Features(keys), features, start=before[0])
+        out, packed_values = sums_node(
+            torch.softmax(logits * share, dim=-1), Features(features), values, start=before[1]
         )
-        sums = {"packed_key": packed_keys.total.transpose(-1, -2), "packed_value": packed_values.total}
-        return out * share, {**sums, **after_count}
+        packed_after = {"packed_key": packed_keys.total.transpose(-1, -2), "packed_value": packed_values.total}
+        return out * share, {**packed_after, **after_count}
     refuse_free_length(length, "Causal Luna attention")
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (queries, keys, values) in token_blocks(CHUNK, mask, query, key, value):

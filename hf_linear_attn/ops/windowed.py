@@ -42,8 +42,8 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .disentangled import one_side, shifted
-from .graph_nodes import place_node, places_nodes
+from .disentangled import one_direction, shifted
+from .graph_nodes import graph_node, places_nodes
 from .int8 import append, to_dtype
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
@@ -96,8 +96,8 @@ def with_term_features(call: WindowedCall) -> WindowedCall:
         return call
     if call.causal or is_free(call.query.shape[2]):
         raise NotImplementedError("Disentangled attention is for encoders, and no graph of a free length has it.")
-    side = partial(call.terms.relative.sided, window=call.window, scaling=call.scaling)
-    query_features, key_features = side(call.query_features, keys=False), side(call.key_features, keys=True)
+    doubled = partial(call.terms.relative.sided, window=call.window, scaling=call.scaling)
+    query_features, key_features = doubled(call.query_features, keys=False), doubled(call.key_features, keys=True)
     return call.replace(query_features=query_features, key_features=key_features)
 
 
@@ -315,7 +315,7 @@ class _Blocks(NamedTuple):
         if features is not None and features.log_scale is not None and part.shift is not None:
             features = features._replace(log_scale=features.log_scale + part.shift)
         if features is not None and terms is not None and terms.relative is not None:
-            features = features._replace(values=one_side(features.values, 0 if part.offset > 0 else 1))
+            features = features._replace(values=one_direction(features.values, 0 if part.offset > 0 else 1))
         return Columns(logits, features, part.outside)
 
     def joined(self, near: Sequence[slice]) -> "_Blocks":
@@ -589,12 +589,12 @@ def _node(call: WindowedCall, valid: Tensor, *others: Tensor | None) -> Sequence
     width = call.value.shape[3]
     shapes: list[Sequence[int]] = [(batch, heads, length, width)]
     if not call.causal:
-        return place_node("Window", inputs, {**attributes, "sinks": call.sinks}, *shapes)
+        return graph_node("Window", inputs, {**attributes, "sinks": call.sinks}, *shapes)
     others = *others, None if terms is None else terms.sink
     shapes.append((batch, groups, keys.values.shape[3], width + 1))
     if keys.log_scale is not None:
         shapes.append((batch, groups))
-    return place_node("CausalWindow", (*inputs, *others), {**attributes, "causal": 1}, *shapes)
+    return graph_node("CausalWindow", (*inputs, *others), {**attributes, "causal": 1}, *shapes)
 
 
 def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
@@ -608,10 +608,10 @@ def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
     if sinks is not None:
         far = far & (position > sinks.position[:, -1:])
     if _becomes_node(call):
-        out, *sums = _node(inputs, valid, far[:, :length], *((None,) * 3 if sinks is None else sinks))
+        out, *kv = _node(inputs, valid, far[:, :length], *((None,) * 3 if sinks is None else sinks))
         if query_index is not None:
             out = mask_tokens(take_tokens(out, query_index), call.mask)
-        return out, {**KVState(sums[0], sums[1] if len(sums) > 1 else None).state(), **ring, **first}
+        return out, {**KVState(kv[0], kv[1] if len(kv) > 1 else None).state(), **ring, **first}
     blocked = _BlockedCall(inputs, valid, far, sinks, older=window)
     carried = blocked.nothing if call.state is None else KVState.from_state(call.state)
     parts = []
@@ -654,8 +654,8 @@ def windowed_bidirectional(call: WindowedCall, sinks: Sinks | None) -> Tensor:
         if call.terms is not None and call.terms.bias is not None:
             behind = behind._replace(total=behind.total * call.terms.behind[:, None, None].to(behind.total.dtype))
         if call.terms is not None and call.terms.relative is not None:
-            before = before._replace(total=one_side(before.total, 0, dim=-2))
-            behind = behind._replace(total=one_side(behind.total, 1, dim=-2))
+            before = before._replace(total=one_direction(before.total, 0, dim=-2))
+            behind = behind._replace(total=one_direction(behind.total, 1, dim=-2))
         far_state = before.plus(behind)
         parts.append(blocked.attend(start, blocked.rows(start), keys, far_state))
     return blocked.join(parts)
@@ -816,10 +816,10 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
     if terms is not None and terms.relative is not None:
         distance = distances(query.shape[2], key.shape[2], start, key.device)
         logits = logits + terms.relative.pairs(rows.query[..., :-1], key, distance)
-        behind = features._replace(values=one_side(features.values, 1))
+        behind = features._replace(values=one_direction(features.values, 1))
         other = Columns(torch.full_like(logits, float("-inf")), behind, outside * (distance < 0))
         outside = outside * (distance > 0)
-        features = features._replace(values=one_side(features.values, 0))
+        features = features._replace(values=one_direction(features.values, 0))
     columns = [Columns(logits.masked_fill(~exact, float("-inf")), features, outside)]
     if terms is not None and terms.sink is not None:
         columns.append(_keyless_column(terms.sink, rows, key)[0])

@@ -49,7 +49,7 @@ class Comparison:
         return value / reference if self.score.greater_is_better else reference / value
 
     @property
-    def kept(self) -> str:
+    def retained(self) -> str:
         """The share as text: `95.2%`, of a perplexity its change `+1.2%`, `better than exact`, or a dash."""
         if not self.assessment.valid or self.score.is_agreement:
             return "–"
@@ -69,5 +69,5 @@ class Comparison:
         if self.score.is_agreement or self.share is None:
             return f"{title} {self.quality.text(self.score.digits)}"
         if self.better:
-            return f"{title}: {self.kept}"
-        return f"keeps {self.kept} of {title}" if self.score.greater_is_better else f"{title} {self.kept}"
+            return f"{title}: {self.retained}"
+        return f"keeps {self.retained} of {title}" if self.score.greater_is_better else f"{title} {self.retained}"

@@ -321,7 +321,7 @@ class Evaluation:
             row[score.title] = "–" if value is None else value.text(score.digits)
             compared = None if label == EXACT_LABEL else self.compare(label, score)
             change = "kept" if score.greater_is_better else "change"
-            row[f"{score.title} {change}"] = compared.kept if compared else "–"
+            row[f"{score.title} {change}"] = compared.retained if compared else "–"
         row["faster from"] = _text(self.crossover(label) if label in self.mechanisms else None, str)
         for measurement in (FORWARD, TRAINING, DECODING):
             if (length := self.nearest_length(measurement)) is not None:

@@ -112,9 +112,9 @@ class TrainingRun(RunFolder):
             rows_text = f"{repeated:,} of {held_out:,} validation rows are in the training data, too"
             self.progress.log(f"{rows_text}: their scores say little of new inputs.")
         if self.budget is not None and self.budget.cost == "cache" and self.budget.length > data.longest:
-            asked = f"The budget is for {self.budget.length:,} tokens, and no row has more than {data.longest:,}"
+            notice = f"The budget is for {self.budget.length:,} tokens, and no row has more than {data.longest:,}"
             remedy = f"Longer rows: --data.max_length {self.budget.length}."
-            self.progress.log(f"{asked}: what the model recalls is measured at {data.longest:,}. {remedy}")
+            self.progress.log(f"{notice}: what the model recalls is measured at {data.longest:,}. {remedy}")
         self.data = data
         self.identify_data(data.facts, data.checksum())
 

@@ -91,10 +91,10 @@ def check_value(name: str, value: Any, hint: Any, **bounds: Any) -> None:
     fits = [any(_is_valid(entry, kind, bounds) for kind in entry_kinds) for entry in entries]
     if not all(fits) or (is_list and entries is not value):
         first, *others = map(type_name, kinds)
-        words = [f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items() if bound in BOUNDS]
+        limits = [f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items() if bound in BOUNDS]
         if "parity" in bounds:
             first = first.replace("a whole", f"an {bounds['parity']} whole")
-        expected = " or ".join([" ".join([first, " and ".join(words)]).strip(), *others])
+        expected = " or ".join([" ".join([first, " and ".join(limits)]).strip(), *others])
         raise OptionError(name, f"must be {expected}, got {value!r}.")
     if len(set(map(repr, entries))) < len(entries):
         raise OptionError(name, f"has an entry twice: {', '.join(map(str, entries))}.")

@@ -74,8 +74,8 @@ def embedders(
         began = time.process_time()
         embedded = [embed(document) for document in texts]
         seconds = (time.process_time() - began) / len(texts)
-        asked = {depth: [embed(each) for each in chosen] for depth, chosen in passages.items()}
-        return [{**row, "cpu_seconds_a_document": seconds} for row in search(embedded, asked)]
+        embedded_passages = {depth: [embed(each) for each in chosen] for depth, chosen in passages.items()}
+        return [{**row, "cpu_seconds_a_document": seconds} for row in search(embedded, embedded_passages)]
 
     model: Any = load_checkpoint(source, AutoModel, dtype=torch.float32)[0].eval()
     settings = {"words": words, "passage": passage, "depths": depths, "piece": piece}
@@ -117,8 +117,8 @@ def search(documents: Sequence[Vectors], passages: dict[float, list[Vectors]]) -
             shift = centre if centred else torch.zeros_like(centre)
             stored = [normalize(each - shift, dim=-1) for each in vectors]
             recall = {}
-            for depth, asked in passages.items():
-                queries = normalize(torch.stack([_mean(each) for each in asked]) - shift, dim=-1)
+            for depth, embedded in passages.items():
+                queries = normalize(torch.stack([_mean(each) for each in embedded]) - shift, dim=-1)
                 best = torch.stack([(queries @ each.T).amax(dim=1) for each in stored], dim=1).argmax(dim=1)
                 recall[str(depth)] = float((best == torch.arange(len(best))).double().mean())
             rows.append({"vectors": name, "centred": centred, "recall": recall})

@@ -47,9 +47,10 @@ EXACT, EXACT_BATCHED, CONVERTED = "exact", "exact, continuous batching", "conver
 PLAN = "recipes/configs/smollm2-mixture.json"
 
 #: What prompts are made of: common words, each a token or two.
-WORDS = """the of and to in is was for on that with as it by at from his her an were are which this be had not but have
-one their been or its has more after who first also two new time other people into year over some world made most city
-war between about then during there many would where these only used under great long small river house night sea light
+COMMON_WORDS = """the of and to in is was for on that with as it by at from his her an were are which this be had not
+but have one their been or its has more after who first also two new time other people into year over some world made
+most city war between about then during there many would where these only used under great long small river house night
+sea light
 """.split()  # noqa: SIM905
 
 
@@ -88,7 +89,7 @@ def serving(
             measure = partial(_answers, folders, name, clients, prompt_tokens, answer_tokens, seed)
             yield Cell(facts, measure, settings)
         for name in (EXACT, CONVERTED):
-            measure = partial(_second_turns, folders, name, history, rounds, seed)
+            measure = partial(_later_answers, folders, name, history, rounds, seed)
             yield Cell({"part": "second turn", "server": name}, measure, {**settings, "history": history})
         facts = {"part": "memory", "server": CONVERTED, "rows": rows, "tokens": context}
         yield Cell(facts, partial(_memory, folders[CONVERTED], rows, context, seed), settings)
@@ -152,7 +153,7 @@ def _model_name(folder: Path, name: str) -> str:
 
 
 def _text(count: int, draw: random.Random) -> str:
-    return " ".join(draw.choice(WORDS) for _ in range(count))
+    return " ".join(draw.choice(COMMON_WORDS) for _ in range(count))
 
 
 def _answers(
@@ -177,13 +178,13 @@ def _answers(
     return [{"seconds": seconds, **rate, "prompt_tokens": usages[0].prompt_tokens, "answer_tokens": tokens / clients}]
 
 
-def _second_turns(folders: dict[str, Path], name: str, history: tuple[int, ...], rounds: int, seed: int) -> Rows:
+def _later_answers(folders: dict[str, Path], name: str, history: tuple[int, ...], rounds: int, seed: int) -> Rows:
     draw, rows = random.Random(seed), []
     with _server(folders[name], name) as (_, address), _client(address) as client:
         model = _model_name(folders[name], name)
         for length in history:
-            turns = [_second_turn(client, model, length, draw) for _ in range(rounds)]
-            seconds, tokens = sorted(turns)[rounds // 2]
+            answers = [_second_turn(client, model, length, draw) for _ in range(rounds)]
+            seconds, tokens = sorted(answers)[rounds // 2]
             rows.append({"tokens": length, "seconds_to_first_token": seconds, "prompt_tokens": tokens})
     return rows
 
@@ -292,11 +293,11 @@ def _small_model(folder: Path, longest: int, seed: int) -> tuple[Any, Any]:
     """Save a random converted model and a tokenizer of one token a word, and return them."""
     torch.manual_seed(seed)
     names = [f"w{index}" for index in range(250)]
-    words = Tokenizer(
+    model_of_words = Tokenizer(
         models.WordLevel({word: index for index, word in enumerate(["[UNK]", *names])}, unk_token="[UNK]")
     )
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    model_of_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model_of_words, unk_token="[UNK]")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
         vocab_size=256,
@@ -314,29 +315,29 @@ def _small_model(folder: Path, longest: int, seed: int) -> tuple[Any, Any]:
 
 def _endure(requests: int, clients: int, longest: int, seed: int) -> Rows:
     draw = random.Random(seed)
-    asked = [_draw_request(draw, index, longest) for index in range(requests)]
-    for index, request in enumerate(asked):
+    drawn = [_draw_request(draw, index, longest) for index in range(requests)]
+    for index, request in enumerate(drawn):
         if index and draw.random() < SHARED_PREFIX:
-            earlier = asked[draw.randrange(index)]["words"]
+            earlier = drawn[draw.randrange(index)]["words"]
             request["words"] = [*earlier, *request["words"]][:longest]
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = _small_model(Path(folder) / "small", longest, seed)
         with _server(Path(folder) / "small", CONVERTED, "--prefix_cache_mb", "16") as (process, address):
             with _client(address) as client, ThreadPoolExecutor(clients) as pool:
                 quarter = requests // 4
-                outcomes = list(pool.map(partial(_ask, client, address), asked[:quarter]))
+                outcomes = list(pool.map(partial(_ask, client, address), drawn[:quarter]))
                 before = _idle_memory(process, address)
-                outcomes += pool.map(partial(_ask, client, address), asked[quarter:])
+                outcomes += pool.map(partial(_ask, client, address), drawn[quarter:])
                 after = _idle_memory(process, address)
             metrics = _metrics(address)
         wrong = 0
-        with Engine(model, tokenizer, max_batch=1, prefix_cache_mb=0) as alone:
-            for request, outcome in zip(asked, outcomes, strict=True):
+        with Engine(model, tokenizer, max_batch=1, prefix_cache_mb=0) as reference:
+            for request, outcome in zip(drawn, outcomes, strict=True):
                 if request["kind"] in ("whole", "stream", "seed"):
-                    answer = alone.submit(" ".join(request["words"]), **_options(request)).result()
+                    answer = reference.submit(" ".join(request["words"]), **_options(request)).result()
                     wrong += outcome != answer.strip()
     lost = sum(outcome is None for outcome in outcomes)
-    kinds = Counter(request["kind"] for request in asked)
+    kinds = Counter(request["kind"] for request in drawn)
     left = {"rows_left": metrics["hla_requests_running"], "state_bytes_left": metrics["hla_state_bytes"]}
     hits = {"prefix_hits": metrics["hla_prefix_hits_total"], "prefix_bytes": metrics["hla_prefix_bytes"]}
     memory = {"memory_before": before, "memory_after": after, "growth": after / before - 1}
@@ -345,9 +346,9 @@ def _endure(requests: int, clients: int, longest: int, seed: int) -> Rows:
 
 def _draw_request(draw: random.Random, index: int, longest: int) -> dict[str, Any]:
     count = round(longest ** draw.random())  # as many short ones as long ones
-    words = [f"w{draw.randrange(250)}" for _ in range(count)]
+    prompt = [f"w{draw.randrange(250)}" for _ in range(count)]
     (kind,) = draw.choices(KINDS, SHARES)
-    return {"index": index, "kind": kind, "words": words, "tokens": draw.randint(1, 40), "bad": draw.randrange(4)}
+    return {"index": index, "kind": kind, "words": prompt, "tokens": draw.randint(1, 40), "bad": draw.randrange(4)}
 
 
 def _options(request: dict[str, Any]) -> dict[str, Any]:

@@ -552,9 +552,9 @@ def serving_table() -> str:
     results = Results.read("serving.json")
     lines = []
     for server, group in results.rows.groupby("server", sort=False):
-        answers, turns = group[group["part"] == "answers"], group[group["part"] == "second turn"]
+        answers, chats = group[group["part"] == "answers"], group[group["part"] == "second turn"]
         line = {"server": server, "answers a minute": f"{answers['answers_a_minute'].iloc[0]:.1f}"}
-        for tokens, seconds in zip(turns["tokens"], turns["seconds_to_first_token"], strict=True):
+        for tokens, seconds in zip(chats["tokens"], chats["seconds_to_first_token"], strict=True):
             line[f"first token of a second turn after {tokens:,} tokens"] = f"{seconds:.2f} s"
         lines.append(line)
     return f"{results.machine}.\n\n{to_markdown(pd.DataFrame(lines))}"

@@ -50,10 +50,10 @@ class TableWriter:
     def pytest_sessionfinish(self) -> None:
         write_architectures(self.rows, TABLE)
         rows = [thinned(row) for row in self.rows]
-        write_table(rows + kept_rows(rows, self.path.with_suffix(".json")), self.path)
+        write_table(rows + retained_rows(rows, self.path.with_suffix(".json")), self.path)
 
 
-def kept_rows(rows: list[Row], path: Path) -> list[Row]:
+def retained_rows(rows: list[Row], path: Path) -> list[Row]:
     """The rows of a saved table of the same version of Transformers for the cases that were not examined again."""
     if not path.exists():
         return []

@@ -206,10 +206,10 @@ def _hidden_states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     patch = (_config_values(model, "patch_size") or [8])[0]
     channels = (_config_values(model, "in_channels", "num_channels", "in_chans") or [3])[0]
     times = (_config_values(model, "temporal_patch_size", "patch_temporal") or [1])[0]
-    side = (_config_values(model, "spatial_merge_size") or [1])[0] * patch
+    patch_width = (_config_values(model, "spatial_merge_size") or [1])[0] * patch
     grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
     shapes = [(32, channels * times * patch * patch), (32, channels, patch, patch), (1, 32, channels, patch, patch)]
-    shapes += [(32, side, side, channels)]
+    shapes += [(32, patch_width, patch_width, channels)]
     for name in ("grid_thw", "image_grid_thw", "grid_hw"):
         if name in names:
             flat = "hidden_states" if "hidden_states" in names else "pixel_values"
@@ -271,8 +271,8 @@ def _positions_of_patches(model: PreTrainedModel, inputs: Inputs) -> Tensor | No
     pixels = inputs.get("pixel_values")
     if pixels is None or pixels.dim() != 3:
         return None
-    side = int(pixels.shape[1] ** 0.5)
-    columns, rows = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy")
+    count = int(pixels.shape[1] ** 0.5)
+    columns, rows = torch.meshgrid(torch.arange(count), torch.arange(count), indexing="xy")
     return torch.stack([columns.flatten(), rows.flatten()], dim=-1).expand(len(pixels), -1, -1)
 
 

@@ -60,7 +60,7 @@ def examine_and_send(model_type: str, sender: Any) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
         os.dup2(null, stream.fileno())
-    nothing_known = {"_table": lambda: frozenset(), "_verdict_file": lambda *_: None}
+    nothing_known = {"_table": lambda: frozenset(), "_problem_file": lambda *_: None}
     with mock.patch.multiple(trial, **nothing_known):
         sender.send([result for case in cases_of(model_type) for result in examine(case, MECHANISMS)])
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 
-from tests.architectures.conftest import kept_rows, thinned, write_architectures, write_table
+from tests.architectures.conftest import retained_rows, thinned, write_architectures, write_table
 from tests.architectures.properties import WORKS, WRONG
 
 
@@ -28,7 +28,7 @@ def test_rows_of_other_cases_are_kept(tmp_path):
     first = [row("mpt"), row("mpt", "hedgehog"), row("bloom", outcome="refused", detail="No interface.")]
     write_table([thinned(one) for one in first], path)
     again = [thinned(row("bloom")), thinned(row("bloom", "hedgehog"))]
-    write_table(again + kept_rows(again, path.with_suffix(".json")), path)
+    write_table(again + retained_rows(again, path.with_suffix(".json")), path)
     written = json.loads(path.with_suffix(".json").read_text())
     assert {(one["case"], tuple(one["attention"]), one["outcome"]) for one in written["results"]} == {
         ("bloom", ("elu", "hedgehog"), WORKS),
@@ -44,8 +44,8 @@ def test_rows_of_another_version_are_not_kept(tmp_path):
     table = json.loads(path.with_suffix(".json").read_text())
     table["environment"]["versions"]["transformers"] = "5.0.0"
     path.with_suffix(".json").write_text(json.dumps(table))
-    assert kept_rows([], path.with_suffix(".json")) == []
-    assert kept_rows([], tmp_path / "none.json") == []
+    assert retained_rows([], path.with_suffix(".json")) == []
+    assert retained_rows([], tmp_path / "none.json") == []
 
 
 @pytest.mark.parametrize("outcome", [WORKS, WRONG])

@@ -26,9 +26,9 @@ def encoded(labels: list[Any], head: Any = None, validation: list[Any] | None = 
         splits["validation"] = Dataset.from_dict({"text": ["x"] * len(validation), "label": validation})
     if feature is not None:
         splits = splits.cast_column("label", feature)
-    result, found = encode_labels(Source(splits, name="'here'"), ["label"], None if head is None else Head.of(head))
-    assert result.column_names["train"] == ["text", "label"]
-    return result["train"]["label"][:], found
+    columns, result = encode_labels(Source(splits, name="'here'"), ["label"], None if head is None else Head.of(head))
+    assert columns.column_names["train"] == ["text", "label"]
+    return columns["train"]["label"][:], result
 
 
 def head(names: dict[int, str] | int, problem: str | None = None) -> BertConfig:
@@ -47,24 +47,24 @@ def head(names: dict[int, str] | int, problem: str | None = None) -> BertConfig:
     ],
 )
 def test_classes(labels, names, expected):
-    numbers, found = encoded(labels)
-    assert (found.problem, found.names, numbers) == ("single_label_classification", names, expected)
+    numbers, result = encoded(labels)
+    assert (result.problem, result.names, numbers) == ("single_label_classification", names, expected)
 
 
 @pytest.mark.parametrize(
     "labels", [["1.5", "2", "-.5e1"], [1.5, 2.0, -5.0], [Decimal("1.50"), Decimal("2.00"), Decimal("-5.00")]]
 )
 def test_scores(labels):
-    numbers, found = encoded(labels)
-    assert (found.problem, found.names, numbers) == ("regression", None, [1.5, 2.0, -5.0])
+    numbers, result = encoded(labels)
+    assert (result.problem, result.names, numbers) == ("regression", None, [1.5, 2.0, -5.0])
 
 
 def test_lists_of_classes():
     rows = [["b", "a"], [], ["c"], ["a"]]
-    numbers, found = encoded(rows)
+    numbers, result = encoded(rows)
     binarizer = MultiLabelBinarizer()
     assert numbers == binarizer.fit_transform(rows).tolist()
-    assert (found.problem, found.names) == ("multi_label_classification", tuple(binarizer.classes_))
+    assert (result.problem, result.names) == ("multi_label_classification", tuple(binarizer.classes_))
 
 
 def test_lists_of_zeros_and_ones_are_refused_where_they_are_no_lists_of_classes():
@@ -77,12 +77,12 @@ def test_lists_of_zeros_and_ones_are_refused_where_they_are_no_lists_of_classes(
 def test_a_column_for_each_label():
     table = pandas.DataFrame({"text": ["x", "y", "z"], "toxic": [0, 1, 1], "threat": ["0", "1", "0"]})
     splits = DatasetDict(train=Dataset.from_pandas(table))
-    result, found = encode_labels(Source(splits), ["toxic", "threat"])
-    assert result["train"]["label"][:] == table[["toxic", "threat"]].astype(float).values.tolist()
-    assert (found.problem, found.names) == ("multi_label_classification", ("toxic", "threat"))
+    columns, result = encode_labels(Source(splits), ["toxic", "threat"])
+    assert columns["train"]["label"][:] == table[["toxic", "threat"]].astype(float).values.tolist()
+    assert (result.problem, result.names) == ("multi_label_classification", ("toxic", "threat"))
     other = head({0: "threat", 1: "insult", 2: "toxic"}, "multi_label_classification")
-    result, found = encode_labels(Source(splits), ["toxic", "threat"], Head.of(other))
-    assert result["train"]["label"][:] == [[0, 0, 0], [1, 0, 1], [0, 0, 1]]
+    columns, result = encode_labels(Source(splits), ["toxic", "threat"], Head.of(other))
+    assert columns["train"]["label"][:] == [[0, 0, 0], [1, 0, 1], [0, 0, 1]]
     splits["train"] = splits["train"].add_column("insult", [0, 1, 3])
     with pytest.raises(
         ValueError, match=r"split 'train' of the data set, row 2 .* column 'insult' has 3, where 0 or 1 says whether"
@@ -92,24 +92,24 @@ def test_a_column_for_each_label():
 
 @pytest.mark.parametrize("labels", [["neg", "pos", "so-so", "pos"], ["NEG", "Pos", "SO-SO", "pOs"], [1, 0, 2, 0]])
 def test_classes_are_matched_with_the_names_of_a_head_or_with_the_numbers_of_its_outputs(labels):
-    numbers, found = encoded(labels, head(ORDER))
-    assert (numbers, found.names) == ([1, 0, 2, 0], ("pos", "neg", "so-so"))
+    numbers, result = encoded(labels, head(ORDER))
+    assert (numbers, result.names) == ([1, 0, 2, 0], ("pos", "neg", "so-so"))
 
 
 def test_what_is_assumed_of_a_head_is_told():
     assert encoded(["neg", "pos"], head(ORDER))[1].notes == ()
     (note,) = encoded([2, 0, 2], head(ORDER))[1].notes
     assert note == "The labels are taken as the numbers of the model's outputs: 0 is pos, 2 is so-so."
-    numbers, found = encoded(["yes", "no"], head(2))  # it calls its outputs LABEL_0 and LABEL_1
-    assert (numbers, found.names) == ([1, 0], ("no", "yes"))
-    assert found.notes[0].endswith("taken to be those of the labels in order: 0 is no, 1 is yes.")
+    numbers, result = encoded(["yes", "no"], head(2))  # it calls its outputs LABEL_0 and LABEL_1
+    assert (numbers, result.names) == ([1, 0], ("no", "yes"))
+    assert result.notes[0].endswith("taken to be those of the labels in order: 0 is no, 1 is yes.")
     assert encoded([2, 0], head(3))[:1] == ([2, 0],)
     assert encoded([1, 2, 1], head(2))[0] == [0, 1, 0]  # there is no output 2
 
 
 def test_a_class_label_is_matched_by_its_names():
-    numbers, found = encoded([0, 1, 1], head(ORDER), feature=ClassLabel(names=["neg", "pos"]))
-    assert (numbers, found.names, found.order) == ([1, 0, 0], ("pos", "neg", "so-so"), (1, 0))
+    numbers, result = encoded([0, 1, 1], head(ORDER), feature=ClassLabel(names=["neg", "pos"]))
+    assert (numbers, result.names, result.order) == ([1, 0, 0], ("pos", "neg", "so-so"), (1, 0))
     several = Sequence(ClassLabel(names=["neg", "pos"]))
     assert encoded([[0], [0, 1]], head(ORDER, "multi_label_classification"), feature=several)[0] == [
         [0, 1, 0],

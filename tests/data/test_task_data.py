@@ -202,8 +202,8 @@ def test_what_is_no_text_is_named(task_type, tmp_path):
     for row, value in ((0, None), (7, None), (5, 7.5), (5, ["alpha"])):
         wrong = [{**entry, "text": value if index == row else entry["text"]} for index, entry in enumerate(rows)]
         write(tmp_path, {"train.jsonl": "\n".join(map(json.dumps, wrong))})
-        place = rf"{tmp_path}/train.jsonl, row {row} .* column 'text' has {re.escape(repr(value))}.*remove the row"
-        with pytest.raises(ValueError, match=place):
+        message = rf"{tmp_path}/train.jsonl, row {row} .* column 'text' has {re.escape(repr(value))}.*remove the row"
+        with pytest.raises(ValueError, match=message):
             load(DataConfig(dataset=str(tmp_path), max_length=8))
     with pytest.raises(ValueError, match=r"row 0 .* column 'number' has 0.*--data.text_columns"):
         load(DataConfig(dataset=str(tmp_path / "train.jsonl"), text_columns=("number",), max_length=8))

@@ -206,14 +206,14 @@ def by_hand(path: Path, task: str) -> list[tuple[str | float, ...]]:
         return [(row[3], int(row[1])) for row in rows]
     if task == "stsb":
         return [(row[5], row[6], float(row[4])) for row in rows]
-    wanted = {
+    columns = {
         "sst2": ("sentence", "label"),
         "mrpc": ("#1 String", "#2 String", "Quality"),
         "qqp": ("question1", "question2", "is_duplicate"),
     }
-    columns = [rows[0].index(name) for name in wanted.get(task, ("sentence1", "sentence2", "label"))]
+    numbers = [rows[0].index(name) for name in columns.get(task, ("sentence1", "sentence2", "label"))]
     names = {"rte": ["entailment", "not_entailment"], "mnli": ["entailment", "neutral", "contradiction"]}.get(task, [])
-    every = [[row[column] for column in columns] for row in rows[1:]]
+    every = [[row[column] for column in numbers] for row in rows[1:]]
     return [(*texts, names.index(label) if label in names else int(label)) for *texts, label in every]
 
 

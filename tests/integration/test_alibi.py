@@ -64,13 +64,13 @@ def mpt_slopes(heads):
 
 @pytest.mark.parametrize("heads", [4, 6])
 def test_slopes_are_those_of_the_paper(heads):
-    wanted = {
+    expected = {
         "bloom": paper_slopes(heads),
         "mpt": mpt_slopes(heads),
         # whose bias is in bfloat16, and divided by √d as the products are
         "falcon": [slope / 8**0.5 for slope in torch.tensor(paper_slopes(heads)).bfloat16().tolist()],
     }
-    for kind, slopes in wanted.items():
+    for kind, slopes in expected.items():
         model = hla.patch_model(build(kind, heads, **(FALCON_RW if kind == "falcon" else {})), {"default": WHOLE})
         calls = []
         with torch.no_grad(), observe_attention(model, calls.append):
@@ -171,8 +171,8 @@ def test_outside_of_its_window_a_model_is_the_definition(kind, feature_map):
         model(tokens(70))
     scale = 8**-0.5 if kind == "falcon" else 1.0
     slopes = torch.tensor(mpt_slopes(4) if kind == "mpt" else paper_slopes(4), dtype=torch.float64) * scale
-    place = torch.arange(70)
-    bias = -slopes[:, None, None] * (place[:, None] - place)
+    index = torch.arange(70)
+    bias = -slopes[:, None, None] * (index[:, None] - index)
     for call in calls:
         query, key, value = (tensor.double() for tensor in (call.query, call.key, call.value))
         maps = call.mechanism.feature_map
@@ -261,8 +261,8 @@ def test_packed_documents_of_falcon_are_rows_of_their_own(name):
     ids, positions = packed_documents()
     with torch.no_grad():
         packed = model(ids, position_ids=positions, use_cache=False).logits
-        alone = [model(part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
-    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+        each = [model(part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(each, dim=1), rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError, match="FalconForCausalLM does not hand cu_seq_lens_q"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 5, 35], dtype=torch.int32), use_cache=False)
 
@@ -279,8 +279,8 @@ def test_packed_documents_are_refused_where_the_model_drops_their_positions(kind
             model(ids, **where, use_cache=False)
     with torch.no_grad():
         packed = model.base_model(ids, position_ids=positions, use_cache=False)[0]
-        alone = [model.base_model(part, use_cache=False)[0] for part in ids.split(LENGTHS, dim=1)]
-    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+        each = [model.base_model(part, use_cache=False)[0] for part in ids.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(each, dim=1), rtol=1e-4, atol=1e-5)
     exact = hla.unpatch_model(model)
     with torch.no_grad():
         exact(ids, position_ids=positions, use_cache=False)
@@ -298,11 +298,11 @@ def test_heads_are_searched_with_their_slopes():
     """What an exact head gains is the derivative of the divergence by its share, slopes of other heads left out."""
     model, ids = build("bloom").double(), tokens(24)
     batch, options = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {"window_size": 4, "mix_init": -3.0}
-    found = hla.find_exact_heads(model, None, [batch], "window", share=0.5, **options)
-    assert sum(map(len, found.heads.values())) == 4
+    result = hla.find_exact_heads(model, None, [batch], "window", share=0.5, **options)
+    assert sum(map(len, result.heads.values())) == 4
     patched = hla.patch_model(model, "window", **options)
     hla.calibrate(patched, [batch])
-    for row in found.table.itertuples():
+    for row in result.table.itertuples():
         ends = [divergence_with_gate(patched, batch, row.layer, row.head, gate) for gate in (-3e-4, 3e-4)]
         assert row.gain == pytest.approx((ends[0] - ends[1]) / 6e-4, rel=5e-3, abs=2e-4)
 
@@ -322,6 +322,6 @@ def test_one_graph_serves_every_length(kind, attention):
         inputs = {"input_ids": tokens(length), "attention_mask": torch.ones(2, length, dtype=torch.long)}
         inputs["attention_mask"][1, :3] = 0
         with torch.no_grad():
-            actual, wanted = (part(**inputs, use_cache=False)[0] for part in (graph, model))
+            actual, expected = (part(**inputs, use_cache=False)[0] for part in (graph, model))
         real = inputs["attention_mask"].bool()
-        torch.testing.assert_close(actual[real], wanted[real], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual[real], expected[real], rtol=1e-4, atol=1e-5)

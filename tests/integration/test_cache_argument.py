@@ -60,5 +60,5 @@ def test_outputs_without_a_cache() -> None:
 
 def test_no_other_module_names_the_argument() -> None:
     folder = Path(hf_linear_attn.__file__).parent
-    found = [path.name for path in folder.rglob("*.py") if "past_key_values" in path.read_text(encoding="utf-8")]
-    assert found == ["cache_argument.py"]
+    names = [path.name for path in folder.rglob("*.py") if "past_key_values" in path.read_text(encoding="utf-8")]
+    assert names == ["cache_argument.py"]

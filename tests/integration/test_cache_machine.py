@@ -201,14 +201,14 @@ class CacheMachine(RuleBasedStateMachine):
         if max(self.length, count) + 1 >= MAX_LENGTH:
             return
         self.cache.crop(0)
-        kept = self.cache, self.tokens, self.outputs, self.mask
+        saved = self.cache, self.tokens, self.outputs, self.mask
         self.cache = DynamicCache(config=self.model.config)
         self.forget(rows)
         for size in (count // 2, count - count // 2):
             if size:
                 self.append(size, data)
         other, tokens, outputs, mask = self.cache, self.tokens, self.outputs, self.mask
-        self.cache, self.tokens, self.outputs, self.mask = kept
+        self.cache, self.tokens, self.outputs, self.mask = saved
         if merged:
             self.cache = merge_rows([self.cache, other])
         else:

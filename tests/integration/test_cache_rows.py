@@ -62,8 +62,8 @@ def go_through_all_verbs(model: Any) -> None:
     batch.step()
     batch.step()
     padding = batch.padding
-    alone = extract_row(batch.cache, 1, padding[1])
-    assert alone.get_seq_length() == len(batch.rows[1])
+    single = extract_row(batch.cache, 1, padding[1])
+    assert single.get_seq_length() == len(batch.rows[1])
     filter_rows(batch.cache, [2, 1], padding=min(padding[1], padding[2]))
     batch.rows = [batch.rows[2], batch.rows[1]]
     assert batch.cache.get_seq_length() == len(batch.rows[0])
@@ -75,7 +75,7 @@ def go_through_all_verbs(model: Any) -> None:
     batch.step()
     batch.step()
     last = Batch(model, (1,))
-    last.rows, last.cache = [batch.rows[1][:-3]], alone  # as it was when it was taken out
+    last.rows, last.cache = [batch.rows[1][:-3]], single  # as it was when it was taken out
     last.step()
 
 
@@ -119,12 +119,12 @@ def test_slots_of_rows_that_have_left_are_dropped() -> None:
 def test_merged_caches_stay_as_they_are() -> None:
     model = patched("window", LLAMA, exact_heads=[1])
     batch = Batch(model, (9, 4))
-    alone = batch.read(batch.rows[1])
-    merged = merge_rows([batch.cache, alone])
+    single = batch.read(batch.rows[1])
+    merged = merge_rows([batch.cache, single])
     mask = torch.ones(3, 10, dtype=torch.long)
     mask[1:, :5] = 0
     logits(model, token_ids(3, 1), **cache_argument(model, merged), attention_mask=mask)
-    assert (alone.get_seq_length(), batch.cache.get_seq_length()) == (4, 9)
+    assert (single.get_seq_length(), batch.cache.get_seq_length()) == (4, 9)
     batch.step()
 
 

@@ -121,11 +121,12 @@ def test_a_window_over_the_whole_input_is_the_exact_model_with_all_gradients(mod
     for part in (model, patched):
         part.zero_grad()
         part(**inputs)[0].square().mean().backward()
-    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     actual = dict(patched.named_parameters())
-    assert any(name.endswith("sinks") for name in wanted) or "sinks" not in str(list(actual))
-    largest = max(float(gradient.abs().max()) for gradient in wanted.values())  # biases of keys have none but rounding
-    for name, gradient in wanted.items():
+    assert any(name.endswith("sinks") for name in gradients) or "sinks" not in str(list(actual))
+    # Biases of keys have none but rounding.
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
         error = float((actual[name].grad - gradient).abs().max())
         assert error < 1e-3 * float(gradient.abs().max()) + 1e-6 * largest, name
 
@@ -173,8 +174,8 @@ def test_exact_layers_and_exact_attention_keep_the_terms(model_type):
     patched = patched_with(model, window_size=2, sink_tokens=0)
     assert relative_difference(per_token(patched, inputs), exact[0]) > 1e-4
     with exact_attention(patched):
-        for actual, wanted in zip(outputs(patched, inputs), exact, strict=True):
-            torch.testing.assert_close(actual, wanted)
+        for actual, expected in zip(outputs(patched, inputs), exact, strict=True):
+            torch.testing.assert_close(actual, expected)
     calls = []
     with torch.no_grad(), observe_attention(patched, calls.append):
         patched(**inputs)
@@ -220,8 +221,8 @@ def test_random_features_estimate_the_weights_without_a_cap():
         if layer.span == "full":
             layer.module.attn_logit_softcapping = None
     inputs = inputs_of(model)
-    wanted, actual = (per_token(hla.patch_model(one, "favor+"), inputs) for one in (uncapped, model))
-    torch.testing.assert_close(actual, wanted)
+    expected, actual = (per_token(hla.patch_model(one, "favor+"), inputs) for one in (uncapped, model))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("attention", ["hedgehog", "vq", *slow("t2r")])
@@ -255,8 +256,8 @@ def test_t5_decodes_with_a_cache_as_its_exact_model_does(exact):
     layers = {str(index): "softmax" for index in exact}
     plan = {"default": {"attention": "window", **WHOLE, "exact_heads": [1]}, **layers}
     patched = hla.patch_model(copy.deepcopy(model), plan)
-    wanted = per_token(model, {**inputs, "use_cache": False})
-    assert relative_difference(per_token(patched, {**inputs, "use_cache": False}), wanted) < 1e-5
+    expected = per_token(model, {**inputs, "use_cache": False})
+    assert relative_difference(per_token(patched, {**inputs, "use_cache": False}), expected) < 1e-5
     past, parts, start = None, [], 0
     for size in (1, 5, 1, 1, 8, 1, 1):
         now = {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, start : start + size]}
@@ -264,7 +265,7 @@ def test_t5_decodes_with_a_cache_as_its_exact_model_does(exact):
             out = patched(**now, **cache_argument(patched, past), use_cache=True)
         past, start = output_cache(out), start + size
         parts.append(out.logits)
-    assert relative_difference(torch.cat(parts, dim=1), wanted) < 1e-5
+    assert relative_difference(torch.cat(parts, dim=1), expected) < 1e-5
     settings = {"max_new_tokens": 7, "do_sample": False, "decoder_start_token_id": 1, "num_beams": 2}
     prompt = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     assert torch.equal(patched.generate(**prompt, **settings), model.generate(**prompt, **settings))
@@ -321,9 +322,9 @@ def test_the_last_bucket_begins_where_the_formula_says(buckets, two_sided, last)
     def bucket(far):
         return naive.position_bucket(-far, bidirectional=two_sided, buckets=buckets, max_distance=distance)
 
-    found = last_bucket(buckets, distance, two_sided=two_sided)
-    assert found in (last, last + 1)
-    assert all(bucket(far) == bucket(10_000) for far in range(found, 500))
+    distance_found = last_bucket(buckets, distance, two_sided=two_sided)
+    assert distance_found in (last, last + 1)
+    assert all(bucket(far) == bucket(10_000) for far in range(distance_found, 500))
 
 
 class LargestTensor(TorchDispatchMode):

@@ -48,8 +48,8 @@ def test_packed_documents_are_computed_each_alone_or_refused(model_type, refused
         with pytest.raises(NotImplementedError, match=refused):
             per_token(model, inputs)
         return
-    wanted = torch.cat([per_token(model, {"input_ids": ids}) for ids in documents], dim=1)
-    torch.testing.assert_close(per_token(model, inputs), wanted, rtol=1e-4, atol=1e-5)
+    expected = torch.cat([per_token(model, {"input_ids": ids}) for ids in documents], dim=1)
+    torch.testing.assert_close(per_token(model, inputs), expected, rtol=1e-4, atol=1e-5)
 
 
 @EVERY
@@ -68,10 +68,10 @@ def test_adapters_are_trained_and_merged(model_type):
         losses.append(float(loss.detach()))
     assert losses[2] < losses[0]
     with torch.no_grad():
-        wanted = made(**inputs)[0]
+        expected = made(**inputs)[0]
         merged = made.merge_and_unload()
         assert hla.is_patched(merged)
-        assert relative_difference(merged(**inputs)[0], wanted) < 1e-4
+        assert relative_difference(merged(**inputs)[0], expected) < 1e-4
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -80,9 +80,9 @@ def test_adapters_are_trained_and_merged(model_type):
 def test_compiled_models_have_one_graph(model_type):
     model = narrow(model_type)
     inputs = inputs_of(model)
-    wanted = per_token(model, inputs)
+    expected = per_token(model, inputs)
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    assert relative_difference(per_token(model, inputs), wanted) < 1e-4
+    assert relative_difference(per_token(model, inputs), expected) < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -126,7 +126,7 @@ def test_attention_transfer_brings_linear_layers_nearer_to_exact_ones(model_type
 @EVERY
 def test_heads_are_ranked(model_type):
     model = build(model_type)
-    found = hla.find_exact_heads(model, None, training_rows(model_type), share=0.5, window_size=4, mix_init=0.0)
-    assert bool(found.table["gain"].notna().all())
-    patched = hla.patch_model(model, found.plan())
+    search = hla.find_exact_heads(model, None, training_rows(model_type), share=0.5, window_size=4, mix_init=0.0)
+    assert bool(search.table["gain"].notna().all())
+    patched = hla.patch_model(model, search.plan())
     assert bool(torch.isfinite(per_token(patched, inputs_of(patched))).all())

@@ -114,11 +114,11 @@ def test_a_window_with_terms_is_its_definition_with_all_gradients(causal, kind, 
     out, _ = module(AttentionInputs(*qkv, SCALING, causal, mask, terms=terms))
     rows = [out[row : row + 1, :, real] for row, real in enumerate(mask)]
     expected = definition(module, qkv, terms, causal, mask, sinks=2)
-    for actual, wanted in zip(rows, expected, strict=True):
-        assert_close(actual, wanted)
+    for actual, right in zip(rows, expected, strict=True):
+        assert_close(actual, right)
     gradients = torch.autograd.grad(sum(part.square().sum() for part in rows), leaves)
-    wanted = torch.autograd.grad(sum(part.square().sum() for part in expected), leaves)
-    for actual, right in zip(gradients, wanted, strict=True):
+    expected_gradients = torch.autograd.grad(sum(part.square().sum() for part in expected), leaves)
+    for actual, right in zip(gradients, expected_gradients, strict=True):
         assert_close(actual, right, factor=10)
 
 
@@ -253,8 +253,8 @@ def test_disentangled_attention_in_a_window_is_its_definition_with_all_gradients
     expected = naive.windowed_attention(*qkv, *features, allowed, **settings, bias=bias, far_bias=far_bias)
     assert_close(out, expected)
     gradients = torch.autograd.grad(out.square().sum(), leaves)
-    wanted = torch.autograd.grad(expected.square().sum(), leaves, retain_graph=True)
-    for actual, right in zip(gradients, wanted, strict=True):
+    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves, retain_graph=True)
+    for actual, right in zip(gradients, expected_gradients, strict=True):
         assert_close(actual, right, factor=10)
     weights = module.attention_weights(AttentionInputs(*qkv, SCALING, False, terms=terms))
     assert_close(weights @ value, expected)
@@ -298,10 +298,10 @@ def test_kernels_apply_terms_as_torch_does(causal, kind, name, length, window, p
     for backend in ("torch", "native"):
         with torch.no_grad(), use_backend(backend):
             outs.append(module(AttentionInputs(*qkv, SCALING, causal, mask, return_state=causal, terms=terms)))
-    (wanted, wanted_state), (actual, state) = outs
+    (expected, expected_state), (actual, state) = outs
     real = slice(None) if mask is None else mask
-    comparing.assert_close(actual.transpose(1, 2)[real], wanted.transpose(1, 2)[real], factor=2)
-    for entry, tensor in (wanted_state or {}).items():
+    comparing.assert_close(actual.transpose(1, 2)[real], expected.transpose(1, 2)[real], factor=2)
+    for entry, tensor in (expected_state or {}).items():
         torch.testing.assert_close(state[entry], tensor, rtol=1e-4, atol=1e-5)
 
 
@@ -404,8 +404,8 @@ def test_padding_anywhere_in_a_prompt_in_pieces_decays_nothing(attention):
             parts.append(out)
         out = torch.cat(parts, dim=2)
         for row in range(2):
-            alone = [x[row : row + 1, :, mask[row]] for x in qkv]
-            expected, _ = module(AttentionInputs(*alone, SCALING, True, terms=terms))
+            single = [x[row : row + 1, :, mask[row]] for x in qkv]
+            expected, _ = module(AttentionInputs(*single, SCALING, True, terms=terms))
             assert_close(out[row : row + 1, :, mask[row]], expected)
 
 
@@ -414,21 +414,21 @@ def test_kernelized_sums_that_decay_are_the_definition_with_all_gradients(name):
     length, module = 90, build(name, True)
     terms = Terms(slope=torch.tensor(SLOPES, dtype=torch.float64, requires_grad=True))
     query, key, value = qkv = tensors(length)
-    places = torch.arange(length)
+    positions = torch.arange(length)
     maps = module.feature_map.functions(SCALING)
     features = [part(x) for part, x in zip(maps[:2], (query, key), strict=True)]
     queries, keys = features[0].values, features[1].values
     if features[1].log_scale is not None:
         keys = keys * features[1].log_scale.exp().unsqueeze(-1)
-    weights = queries @ keys.transpose(-1, -2) * (-terms.slope[:, None, None] * (places[:, None] - places)).exp()
+    weights = queries @ keys.transpose(-1, -2) * (-terms.slope[:, None, None] * (positions[:, None] - positions)).exp()
     weights = weights.tril()
     expected = weights / weights.sum(dim=-1, keepdim=True) @ value
     inputs = AttentionInputs(*qkv, SCALING, True, terms=terms)
     out, _ = module(inputs)
     assert_close(out, expected)
     leaves = [*qkv, terms.slope]
-    wanted = torch.autograd.grad(expected.square().sum(), leaves, retain_graph=True)
-    for actual, right in zip(torch.autograd.grad(out.square().sum(), leaves), wanted, strict=True):
+    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves, retain_graph=True)
+    for actual, right in zip(torch.autograd.grad(out.square().sum(), leaves), expected_gradients, strict=True):
         assert_close(actual, right, factor=10)
     assert_close(module.attention_weights(inputs) @ value, expected)
 

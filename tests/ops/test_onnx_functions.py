@@ -30,8 +30,8 @@ def run_node(name, inputs, attributes, *shapes):
         for i, x in enumerate(arrays)
     ]
     node = ir.node(name, values, attributes, domain=DOMAIN, num_outputs=len(shapes))
-    given = [value for value in values if value is not None]
-    graph = ir.Graph(given, node.outputs, nodes=[node], opset_imports={"": 20}, name="graph")
+    graph_inputs = [value for value in values if value is not None]
+    graph = ir.Graph(graph_inputs, node.outputs, nodes=[node], opset_imports={"": 20}, name="graph")
     for index, output in enumerate(node.outputs):
         output.name, output.dtype = f"y{index}", ir.DataType.FLOAT
     model = ir.Model(graph, ir_version=10)
@@ -55,7 +55,7 @@ def nodes(monkeypatch):
             for module in (*placing, kernelized, luna):
                 patch.setattr(module, "places_nodes", lambda *_: True)
             for module in placing:
-                patch.setattr(module, "place_node", run_node)
+                patch.setattr(module, "graph_node", run_node)
             return function(*inputs)
 
     return compute

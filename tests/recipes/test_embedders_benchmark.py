@@ -48,5 +48,5 @@ def test_the_search_finds_what_is_most_similar() -> None:
     ]
     # The first passage is nearer to the first document as a whole, and to the second piece of the second one.
     passages = [(torch.tensor([[10.0, 1.0]]), counts[:1]), (torch.tensor([[10.0, -8.0]]), counts[:1])]
-    found = {(row["vectors"], row["centred"]): row["recall"]["0.5"] for row in search(documents, {0.5: passages})}
-    assert (found["one", False], found["one", True], found["pieces", False]) == (1.0, 1.0, 0.5)
+    recall = {(row["vectors"], row["centred"]): row["recall"]["0.5"] for row in search(documents, {0.5: passages})}
+    assert (recall["one", False], recall["one", True], recall["pieces", False]) == (1.0, 1.0, 0.5)

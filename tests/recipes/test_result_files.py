@@ -54,15 +54,15 @@ def changed(recorded: dict[str, Any]) -> list[str]:
 
 def citations() -> list[tuple[str, Path, str]]:
     """Each page, the result that it cites (a file, or the folder of a report), and the section around it."""
-    found = []
+    cited = []
     for page in PAGES:
         for part in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             for target in LINK.findall(part):
                 path = (page.parent / target).resolve()
                 if RESULTS in path.parents and path.exists():
                     inner = path.relative_to(RESULTS)
-                    found.append((page.name, RESULTS / inner.parts[0], part))
-    return found
+                    cited.append((page.name, RESULTS / inner.parts[0], part))
+    return cited
 
 
 def test_results_hold_the_options_that_mechanisms_are_built_with() -> None:

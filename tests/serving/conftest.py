@@ -25,7 +25,7 @@ def engine(model: Any, **options: Any) -> Iterator[Engine]:
         yield running
 
 
-def alone(model: Any, prompt: list[int], count: int = 8) -> list[int]:
+def greedy_answer(model: Any, prompt: list[int], count: int = 8) -> list[int]:
     """The greedy answer to a prompt by itself."""
     answer = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
     return answer[0, len(prompt) :].tolist()

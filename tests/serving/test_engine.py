@@ -15,14 +15,14 @@ from hf_linear_attn.serving import Engine, QueueFullError
 from hf_linear_attn.serving.engine import piece_ends
 from hf_linear_attn.serving.requests import CancelledRequestError
 from tests.cases import every_mechanism
-from tests.serving.conftest import alone, engine, prompts
+from tests.serving.conftest import engine, greedy_answer, prompts
 from tests.small import on_the_grid, patched
 from tests.tiny_models import BERT, GPT2, LLAMA, tiny_model
 from tests.tiny_text import tiny_tokenizer
 
 
 def check_answers(model: Any) -> None:
-    expected = [alone(model, prompt) for prompt in prompts()]
+    expected = [greedy_answer(model, prompt) for prompt in prompts()]
     with engine(model, max_batch=3) as running:
         requests = [running.submit(prompt, max_new_tokens=8, do_sample=False) for prompt in prompts()]
         for request in requests:
@@ -85,7 +85,7 @@ def test_rows_have_options_and_seeds_of_their_own(model: Any) -> None:
             request.result()
             answers.append(request.answer)
     assert answers[0] == answers[4] != answers[2]
-    assert answers[1] == alone(model, prompt, 12)
+    assert answers[1] == greedy_answer(model, prompt, 12)
     expected = model.generate(torch.tensor([prompt]), do_sample=False, repetition_penalty=5.0, max_new_tokens=12)[
         0, len(prompt) :
     ]
@@ -121,12 +121,12 @@ def test_an_answer_ends_before_a_stop_string_wherever_tokens_end(model: Any) -> 
 
 def test_an_answer_ends_with_the_end_token_of_its_config(model: Any) -> None:
     prompt = prompts()[0]
-    end = alone(model, prompt)[3]
+    end = greedy_answer(model, prompt)[3]
     with engine(model) as running:
         request = running.submit(prompt, do_sample=False, eos_token_id=end, max_new_tokens=8)
         request.result()
-    first = alone(model, prompt).index(end)
-    assert (request.answer, request.finish_reason) == (alone(model, prompt)[: first + 1], "stop")
+    first = greedy_answer(model, prompt).index(end)
+    assert (request.answer, request.finish_reason) == (greedy_answer(model, prompt)[: first + 1], "stop")
 
 
 def test_a_cancelled_request_frees_its_row_and_disturbs_nobody(model: Any) -> None:
@@ -144,8 +144,8 @@ def test_a_cancelled_request_frees_its_row_and_disturbs_nobody(model: Any) -> No
             never.result()
         waiting.result()
         other.result()
-    assert waiting.answer == alone(model, prompts()[3])
-    assert other.answer == alone(model, prompts()[0], 60)
+    assert waiting.answer == greedy_answer(model, prompts()[3])
+    assert other.answer == greedy_answer(model, prompts()[0], 60)
     assert len(endless.answer) < 80
     assert never.answer == []
     assert endless.finish_reason == "cancelled"
@@ -175,7 +175,7 @@ def test_a_long_prompt_does_not_stop_the_others(model: Any) -> None:
         long = running.submit(prompts((60,))[0], do_sample=False, max_new_tokens=2)
         long.result()
     assert row.finish_reason == "length"
-    assert long.answer == alone(model, prompts((60,))[0], 2)
+    assert long.answer == greedy_answer(model, prompts((60,))[0], 2)
     steps = [after - before for before, after in itertools.pairwise(read)]
     assert max(steps) == 8
     assert steps.count(8) >= 7
@@ -204,7 +204,7 @@ def test_a_step_that_fails_ends_its_rows_and_not_the_engine() -> None:
             raise FloatingPointError("of this test")
         return forward(*args, **kwargs)
 
-    expected = alone(model, prompts()[2])
+    expected = greedy_answer(model, prompts()[2])
     with engine(model, prefix_cache_mb=0) as running:
         model.forward = failing
         with pytest.raises(FloatingPointError, match="of this test"):

@@ -16,7 +16,7 @@ from hf_linear_attn.serving.prefixes import PrefixStore
 from hf_linear_attn.streaming import cache_bytes
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids
-from tests.serving.conftest import alone, engine
+from tests.serving.conftest import engine, greedy_answer
 from tests.small import on_the_grid, patched
 from tests.tiny_models import LLAMA, VOCABULARY
 
@@ -58,7 +58,7 @@ def test_the_second_turn_of_a_chat_goes_on_where_the_first_ended(kind: str) -> N
         second = [*first, *reply.answer, END, *message(2)]
         again = answer(running, second)
         assert (reply.cached, again.cached) == (0, len(first) - 1)
-        assert again.answer == alone(model, second, 6)
+        assert again.answer == greedy_answer(model, second, 6)
         same = answer(running, second)
         assert (same.cached, same.answer) == (len(second) - 1, again.answer)
         assert (running.prefixes.hits, running.prefixes.misses) == (2, 1)
@@ -70,7 +70,7 @@ def test_chats_share_the_first_message_and_no_more(model: Any) -> None:
         answer(running, [*system, *message(4)])
         other = [*system, *message(5)]
         request = answer(running, other)
-        assert (request.cached, request.answer) == (len(system), alone(model, other, 6))
+        assert (request.cached, request.answer) == (len(system), greedy_answer(model, other, 6))
         request = answer(running, [*message(3, 11), 9, END, *message(4)])
         assert request.cached == 0
 
@@ -80,7 +80,7 @@ def test_a_kept_prefix_is_not_changed_by_who_takes_it_up(model: Any) -> None:
     with engine(model) as running:
         answer(running, first)
         answers = {tuple(answer(running, [*first, *message(seed, 3)]).answer) for seed in (7, 8, 7, 8)}
-        assert answers == {tuple(alone(model, [*first, *message(seed, 3)], 6)) for seed in (7, 8)}
+        assert answers == {tuple(greedy_answer(model, [*first, *message(seed, 3)], 6)) for seed in (7, 8)}
 
 
 def test_without_memory_for_prefixes_none_is_kept(model: Any) -> None:
@@ -141,7 +141,7 @@ def test_prefixes_on_disk_outlive_the_process_and_belong_to_one_model(model: Any
         answer(running, first)
     with engine(model, prefix_dir=tmp_path) as running:
         request = answer(running, second)
-        assert (request.cached, request.answer) == (len(first) - 1, alone(model, second, 6))
+        assert (request.cached, request.answer) == (len(first) - 1, greedy_answer(model, second, 6))
     other = small_model()
     other.model.layers[0].mlp.up_proj.weight.data += 0.1
     with engine(other, prefix_dir=tmp_path) as running:

@@ -22,7 +22,7 @@ uvicorn = pytest.importorskip("uvicorn")
 from hf_linear_attn.serving import Engine  # noqa: E402
 from hf_linear_attn.serving.options import ServeConfig  # noqa: E402
 from hf_linear_attn.serving.server import MAX_BODY, build_app  # noqa: E402
-from tests.serving.conftest import alone  # noqa: E402
+from tests.serving.conftest import greedy_answer  # noqa: E402
 from tests.small import patched  # noqa: E402
 from tests.tiny_models import LLAMA  # noqa: E402
 from tests.tiny_text import tiny_tokenizer  # noqa: E402
@@ -68,7 +68,7 @@ def running(model: Any) -> Iterator[SimpleNamespace]:
 
 def expected_text(served: SimpleNamespace, prompt: str, count: int) -> str:
     ids = served.tokenizer(prompt)["input_ids"]
-    return served.tokenizer.decode(alone(served.engine.model, ids, count), skip_special_tokens=True)
+    return served.tokenizer.decode(greedy_answer(served.engine.model, ids, count), skip_special_tokens=True)
 
 
 def get(url: str, **headers: str) -> tuple[int, str]:
@@ -109,7 +109,7 @@ def test_a_chat_answers_at_once_or_as_a_stream(running: SimpleNamespace) -> None
     chunks = list(running.client.chat.completions.create(stream=True, **chat))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     ids = running.tokenizer(f"{PROMPT} [SEP]", add_special_tokens=False)["input_ids"]
-    expected = running.tokenizer.decode(alone(running.engine.model, ids, 6), skip_special_tokens=True)
+    expected = running.tokenizer.decode(greedy_answer(running.engine.model, ids, 6), skip_special_tokens=True)
     assert whole.choices[0].message.content.strip() == streamed.strip() == expected
     assert chunks[-1].choices[0].finish_reason == "length"
 
@@ -125,19 +125,19 @@ def test_the_newer_interface_answers_the_same(running: SimpleNamespace) -> None:
 
 
 def test_many_clients_get_their_own_answers(running: SimpleNamespace) -> None:
-    words = ["cat", "dog bird", "river stone sea", "one two three four", "sky"]
+    prompts = ["cat", "dog bird", "river stone sea", "one two three four", "sky"]
     answers: dict[str, str] = {}
 
     def ask(prompt: str) -> None:
         answer = running.client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
         answers[prompt] = answer.choices[0].text.strip()
 
-    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in words]
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers == {prompt: expected_text(running, prompt, 8) for prompt in words}
+    assert answers == {prompt: expected_text(running, prompt, 8) for prompt in prompts}
 
 
 def test_seeds_belong_to_requests(running: SimpleNamespace) -> None:

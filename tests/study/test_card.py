@@ -379,11 +379,11 @@ def test_a_folder_is_not_a_name(tmp_path):
         )
 
     assert names() == (None, "cached", "cached")
-    alone = tmp_path / "teacher"
-    alone.mkdir()
-    assert names(alone) == (None, "teacher", "teacher")
-    (alone / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}', encoding="utf-8")
-    assert names(alone) == (None, "BertForMaskedLM", "BertForMaskedLM")
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    assert names(teacher) == (None, "teacher", "teacher")
+    (teacher / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}', encoding="utf-8")
+    assert names(teacher) == (None, "BertForMaskedLM", "BertForMaskedLM")
     (folder / "README.md").write_text("---\nbase_model: owner/base\n---\n", encoding="utf-8")
     assert names() == ("owner/base", "base", "base")
     tuned = cards.model_card(FinetuneConfig(model="owner/base", data=DataConfig(task="sst2")), result(STATE))

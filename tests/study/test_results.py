@@ -100,7 +100,7 @@ def test_a_correlation_that_is_lost_is_not_better_than_exact(score: float, expec
     result = evaluation(ACCURACY, {"exact": 0.5, "elu": score, "without attention": 0.0})
     comparison = result.compare("elu", ACCURACY)
     assert comparison is not None
-    assert (comparison.better, comparison.kept) == (False, expected)
+    assert (comparison.better, comparison.retained) == (False, expected)
     assert "better" not in result.conclusions()[0].sentence
     assert result.conclusions()[0].worthwhile is False
 

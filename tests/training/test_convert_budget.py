@@ -227,8 +227,8 @@ def test_a_budget_beyond_the_rows_is_told_before_anything_is_measured(folder: Pa
     with pytest.raises(ValueError, match="cannot be met"):
         convert(model=model, output=output, budget="1% cache at 96", data=data, console=screen)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
-    told = shown.index("The budget is for 96 tokens, and no row has more than 32: what the model recalls is measured")
-    assert told < shown.index("teacher: ")
+    notice = shown.index("The budget is for 96 tokens, and no row has more than 32: what the model recalls is measured")
+    assert notice < shown.index("teacher: ")
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_labels_are_those_of_the_head_by_name(folder: Path, tmp_path: Path) -> N
 def save_tags(folder: Path, sentences: list[str]) -> list[list[str]]:
     """Rows with the list of those words of three that a sentence has."""
     tags = [[word for word in ("red", "blue", "alpha") if word in sentence.split()] for sentence in sentences]
-    rows = [{"sentence": text, "label": words} for text, words in zip(sentences, tags, strict=True)]
+    rows = [{"sentence": text, "label": labels} for text, labels in zip(sentences, tags, strict=True)]
     folder.mkdir()
     for name in ("train", "validation"):
         pandas.DataFrame(rows).to_json(folder / f"{name}.jsonl", orient="records", lines=True)

@@ -309,10 +309,10 @@ def test_packed_documents_of_an_encoder_need_a_teacher_that_separates_them(tmp_p
     terms(patched("hedgehog", BERT), patched("window", BERT), batch, tmp_path)  # this one knows their boundaries
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_next_tokens_of_a_padded_batch_are_those_of_its_rows(side: str) -> None:
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_the_next_tokens_of_a_padded_batch_are_those_of_its_rows(padding: str) -> None:
     model, tokens = GPT2.build(), [token_ids(1, length, seed=length)[0] for length in (5, 9)]
-    padded, single = padded_batch(tokens, side), [{"input_ids": row[None]} for row in tokens]
+    padded, single = padded_batch(tokens, padding), [{"input_ids": row[None]} for row in tokens]
     losses = [model_losses(model(**batch), batch, None) for batch in (padded, *single)]
     assert_close(losses[0], torch.cat(losses[1:]))
 

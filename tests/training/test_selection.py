@@ -71,12 +71,12 @@ def test_parts_that_do_harm_beyond_the_noise_are_closed(family: Family, scale: f
     result = hla.close_harmful_parts(model, rows())
     expected = [harm(before, exact, (layer,)) for layer in (0, 1)]
     assert result.table[["worth", "stderr"]].to_numpy() == pytest.approx(np.array(expected), abs=1e-5)
-    kept = tuple(layer for layer in (0, 1) if expected[layer][0] < -expected[layer][1])
+    open_parts = tuple(layer for layer in (0, 1) if expected[layer][0] < -expected[layer][1])
     for other in ((), (0, 1)):
-        above, stderr = harm(before, exact, kept, other)
-        kept = other if above > stderr else kept
-    assert tuple(result.closed) == kept
-    means = [float(losses(before, exact, closed).mean()) for closed in ((), (0, 1), kept)]
+        above, stderr = harm(before, exact, open_parts, other)
+        open_parts = other if above > stderr else open_parts
+    assert tuple(result.closed) == open_parts
+    means = [float(losses(before, exact, closed).mean()) for closed in ((), (0, 1), open_parts)]
     assert list(result.loss.values()) == pytest.approx(means, abs=1e-5)
     assert float(losses(model, exact, ()).mean()) == pytest.approx(means[2], abs=1e-5)
     for layer, mix in enumerate(mixes(model)):

@@ -229,8 +229,8 @@ def test_a_decoder_beside_an_encoder_reads_what_it_learns_to_say() -> None:
     """Its rows may be longer than those of the encoder, and its inputs are made of labels as in its own training."""
     model = hla.patch_model(tiny_model("bart", AutoModelForSeq2SeqLM), "window", window_size=4)
     labels = torch.randint(3, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(0))
-    given = {"input_ids": labels[:, :3], "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
-    runs = [given, {"input_ids": labels[:, :3], "labels": labels}]
+    inputs = {"input_ids": labels[:, :3], "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
+    runs = [inputs, {"input_ids": labels[:, :3], "labels": labels}]
     first, second = (transfer_attention(copy.deepcopy(model), [one], max_steps=1).losses for one in runs)
     assert first == second != []
 

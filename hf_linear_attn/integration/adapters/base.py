@@ -131,8 +131,8 @@ def remove_method(module: Any, name: str) -> None:
 def last_bucket(buckets: int, max_distance: int, *, two_sided: bool) -> int:
     """Return the distance from which on T5's buckets are the last one (or one more, where rounding may decide).
 
-    Half of the buckets of a side have one distance each; n more grow up to `max_distance` by equal factors.
+    Half of the buckets of a direction have one distance each; n more grow up to `max_distance` by equal factors.
     """
-    side = buckets // 2 if two_sided else buckets
-    exact = side // 2
-    return math.floor(exact * (max_distance / exact) ** ((side - 1 - exact) / (side - exact))) + 1
+    per_direction = buckets // 2 if two_sided else buckets
+    exact = per_direction // 2
+    return math.floor(exact * (max_distance / exact) ** ((per_direction - 1 - exact) / (per_direction - exact))) + 1

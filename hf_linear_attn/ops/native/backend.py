@@ -168,9 +168,9 @@ def _forward(
     after: State = {}
     if call.causal:
         before = {name: tensor.contiguous() for name, tensor in (call.state or {}).items() if name in _STATE}
-        in_place = call.return_state and isinstance(call.state, InPlaceState)
-        (outputs if in_place else inputs).update(before)
-        if in_place:
+        overwrites = call.return_state and isinstance(call.state, InPlaceState)
+        (outputs if overwrites else inputs).update(before)
+        if overwrites:
             after = before
         elif call.return_state:
             (batch, groups), size = call.key.shape[:2], call.num_features
