@@ -74,11 +74,11 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
     if commands:
         parts += ["```bash", *commands, "```", ""]
     sections: dict[str, list[str]] = {}
-    same: dict[str, list[str]] = {}
+    same: dict[tuple[str, str], list[str]] = {}
     for section, row in rows(verb.config, verb.positionals):
         words = row.replace(f"--{section}.", "--")
         if words in described:
-            same.setdefault(described[words], []).append(row.split()[1])
+            same.setdefault((section, described[words]), []).append(option_name(row))
             continue
         sections.setdefault(section, []).append(row)
         if name in REFERRED:
@@ -87,12 +87,25 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
         if section:
             parts += [f"**Section `{section}`**", ""]
         parts += ["| option | value (default) | meaning |", "| --- | --- | --- |", *lines, ""]
-    for other, flags in same.items():
-        # A list of all options of a section says no more than the section's name.
-        whole = "section" in other and len(flags) == list(described.values()).count(other)
-        listed = f"all options, as `{flags[0].strip('`').rpartition('.')[0]}.NAME`" if whole else ", ".join(flags)
-        parts += [f"The same as in {other}: {listed}.", ""]
+    for (section, other), names in same.items():
+        prefix = f"--{section}." if section else "--"
+        shared = [option_name(row) for row, where in described.items() if where == other]
+        parts += [f"The same as in {other}: {listed_options(names, shared, prefix)}.", ""]
     return "\n".join(parts)
+
+
+def option_name(row: str) -> str:
+    """The name of the option of a row, without that of its section."""
+    return row.split()[1].strip("`").removeprefix("--").rpartition(".")[2]
+
+
+def listed_options(names: list[str], shared: list[str], prefix: str) -> str:
+    """The options of another section that this one has, too, or the few that it has not."""
+    missing = [f"`{name}`" for name in shared if name not in names]
+    if len(missing) >= len(names) / 2:
+        return ", ".join(f"`{name if name.isupper() else prefix + name}`" for name in names)
+    other = f" but {', '.join(missing)}" if missing else ""
+    return f"all options{other}, as `{prefix}NAME`"
 
 
 def rows(config: type, positionals: tuple[str, ...] = (), section: str = "") -> Iterator[tuple[str, str]]:
