@@ -60,9 +60,9 @@ class DataConfig:
     mlm_probability: float = option(0.15, "share of the tokens that masked-lm predicts", above=0, below=1)
 
     def __post_init__(self) -> None:
-        for name in ("text_columns", "label_column"):
-            if isinstance(getattr(self, name), str):  # one column
-                object.__setattr__(self, name, (getattr(self, name),))
+        for name, columns in (("text_columns", self.text_columns), ("label_column", self.label_column)):
+            if isinstance(columns, str):  # one column
+                object.__setattr__(self, name, (columns,))
         check_options(self)
         check_exclusive(self, "task", "dataset")
         if self.folder is not None and self.task is None:

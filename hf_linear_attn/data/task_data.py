@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from ..utils.options import OptionError
+from ..utils.options import OptionError, default_of
 from .config import PYTHON_DOCUMENTATION, DataConfig
 from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, encode_targets, row_lengths
 from .files import Source, check_columns, check_text, import_datasets, load_source
@@ -336,8 +336,8 @@ def load_labelled(
     """
     columns, label_columns, metrics = data.text_columns, data.label_column, tuple[str, ...]()
     if data.task is not None:
-        for name, default in (("text_columns", ("text",)), ("label_column", ("label",))):
-            if getattr(data, name) != default:
+        for name in ("text_columns", "label_column"):
+            if vars(data)[name] != default_of(DataConfig, name):
                 raise OptionError(f"data.{name}", f"is for your own data: {data.task!r} has its columns. Leave it out.")
         task = TASKS.get(data.task)
         columns, label_columns, metrics = task.columns, ("label",), task.metrics

@@ -35,7 +35,7 @@ def without_attention(model: PreTrainedModel) -> PreTrainedModel:
 def _own_value(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    if getattr(module, CROSS, False):
+    if vars(module)[CROSS]:
         return value.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3]), None
     values = value[:, :, -query.shape[2] :].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return values.transpose(1, 2).contiguous(), None

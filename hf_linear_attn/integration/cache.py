@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from operator import is_
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -85,12 +85,21 @@ class LinearStateLayer(CacheLayerMixin):
     """
 
     #: Not in the instance's dictionary, all of which an exported graph takes as an input.
-    __slots__ = ("_seen",)
+    __slots__ = ("seen",)
+
+    #: How many tokens calls outside of compiled graphs have seen, and the mask `[B | 1, n]` of the last with one. All
+    #: layers have the same. Tokens behind the mask are real.
+    seen: tuple[int, Tensor | None]
 
     is_compileable = False
     is_sliding = False
     is_croppable = True
     supports_early_init = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # exporters make layers without calling `__init__`
+        layer = super().__new__(cls)
+        layer.seen = (0, None)
+        return layer
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -179,18 +188,6 @@ class LinearStateLayer(CacheLayerMixin):
             count, mask = self.seen
             if count == before:
                 self.seen = after, mask
-
-    @property
-    def seen(self) -> tuple[int, Tensor | None]:
-        """How many tokens calls outside of compiled graphs have seen, and the mask `[B | 1, n]` of the last with one.
-
-        All layers have the same. Tokens behind the mask are real.
-        """
-        return getattr(self, "_seen", (0, None))
-
-    @seen.setter
-    def seen(self, seen: tuple[int, Tensor | None]) -> None:
-        self._seen = seen
 
     def check_mask(self, mask: Tensor) -> None:
         """Raise where a mask `[B | 1, S]` says something else of the tokens in the state than earlier calls did.

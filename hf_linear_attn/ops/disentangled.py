@@ -59,10 +59,8 @@ class Disentangled:
         return (table for _, table in self._tables())
 
     def _tables(self) -> Iterator[tuple[str, Tensor]]:
-        for name in ("query_table", "key_table", "offset"):
-            table: Tensor | None = getattr(self, name)
-            if table is not None:
-                yield name, table
+        tables = {"query_table": self.query_table, "key_table": self.key_table, "offset": self.offset}
+        return ((name, table) for name, table in tables.items() if table is not None)
 
     def index(self, distance: Tensor) -> Tensor:
         """Return the rows of distances."""

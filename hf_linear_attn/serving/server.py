@@ -48,9 +48,6 @@ from transformers.cli.serving.utils import (  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-#: Options of the server that are the engine's.
-ENGINE_OPTIONS = ("max_batch", "max_queue", "max_length", "prefix_cache_mb", "prefix_dir")
-
 #: What is served. Transformers' other routes load, unload or need other models.
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics")
 
@@ -400,8 +397,16 @@ def serve(config: ServeConfig) -> None:
             raise OSError(
                 f"Cannot listen at {config.host}:{config.port} ({error.strerror or error}). Choose another --port."
             ) from error
-        options = {field: getattr(config, field) for field in ENGINE_OPTIONS}
-        with Engine(model, tokenizer, **options) as engine:
+        engine = Engine(
+            model,
+            tokenizer,
+            max_batch=config.max_batch,
+            max_queue=config.max_queue,
+            max_length=config.max_length,
+            prefix_cache_mb=config.prefix_cache_mb,
+            prefix_dir=config.prefix_dir,
+        )
+        with engine:
             listener.listen()
             host, port = listener.getsockname()[:2]
             log = uvicorn.config.LOGGING_CONFIG

@@ -148,8 +148,9 @@ def inconclusive(result: ConversionResult) -> str:
 def results_table(result: ConversionResult) -> list[str]:
     """Return the metric of the models of a run as lines of a Markdown table."""
     stages: list[tuple[str, Mapping[str, Any]]] = []
+    scores = vars(result.scores)
     for name, title in TITLES.items():
-        values = getattr(result.scores, name)
+        values = scores[name]
         if values and not (name == "converted" and stages and values == stages[-1][1]):
             stages.append((title, values))
     names = dict.fromkeys(filter(is_shown, chain.from_iterable(values for _, values in stages)))

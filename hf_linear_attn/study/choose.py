@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..config import DEFAULT_ATTENTION, CacheDtype, LinearAttentionConfig
 from ..feature_maps.base import AttentionShape
-from ..integration.context import SUBMODULE
+from ..integration.context import mechanism_of
 from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import SoftmaxAttention, head_token_bytes
@@ -125,8 +125,7 @@ def with_learned_parts(exact: PreTrainedModel, plan: Mapping[str, Any], patched:
     """Return the exact model patched by a plan, with the learned parts of the same mechanisms in all heads."""
     model = patch_model(shared_copy(exact), plan)
     for layer, other in zip(self_attention(model), self_attention(patched), strict=True):
-        mechanism: Any = getattr(layer.module, SUBMODULE, None)
-        learned: Any = getattr(other.module, SUBMODULE, None)
+        mechanism, learned = mechanism_of(layer.module), mechanism_of(other.module)
         if isinstance(mechanism, HeadMixture):
             mechanism.load_heads(learned)
         elif mechanism is not None and not isinstance(mechanism, SoftmaxAttention):  # which has learned nothing

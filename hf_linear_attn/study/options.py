@@ -67,8 +67,8 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         check_options(self)
         check_exclusive(self, "resume", "overwrite")
-        for name in ("attention", "seeds"):
-            if getattr(self, name) == ():
+        for name, entries in (("attention", self.attention), ("seeds", self.seeds)):
+            if entries == ():
                 raise OptionError(name, "is empty: give at least one entry, or leave it out.")
 
 
@@ -80,9 +80,9 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any], data: Any =
     changes = dict(options)
     if data is not None:
         changes["data"] = data if isinstance(data, DataConfig) else {"dataset": str(data)}
-    for section in ("data", "speed"):
+    for section, kind in (("data", DataConfig), ("speed", SpeedConfig)):
         part = changes.get(section, {})
-        names = {item.name for item in fields(getattr(config, section))} & changes.keys()
+        names = {item.name for item in fields(kind)} & changes.keys()
         values = {name: changes.pop(name) for name in names}
         changes[section] = {**(to_dict(part) if is_dataclass(part) else part), **values}
     return make_config(type(config), config, changes)

@@ -89,13 +89,11 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         ValueError, OSError: Options, a model or data that cannot be used, or a budget that nothing meets.
     """
     config = make_config(PlanConfig, config, options)
-    names = ("model", "output", "budget", "options", "task_type", "data", "resume", "overwrite", "threads", "device")
-    shared: dict[str, Any] = {name: getattr(config, name) for name in (*names, "seed")}
     untrained: dict[str, Any] = {
         "transfer": TransferConfig(max_steps=0),
         "distill": DistillConfig(num_train_epochs=0.0),
     }
-    measured = execute(ConvertConfig(**shared, **untrained, report_to=()), console, "plan", _measure)
+    measured = execute(ConvertConfig(**vars(config), **untrained, report_to=()), console, "plan", _measure)
     result, folder = PlanResult(Budget.parse(config.budget), measured), Path(config.output)
     if result.plan is None:
         (folder / PLAN).unlink(missing_ok=True)

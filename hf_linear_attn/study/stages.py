@@ -81,9 +81,8 @@ class TrainingRun(RunFolder):
             self.progress.log(
                 "bf16: this processor has no AVX-512 and computes bfloat16 many times slower. Leave it out."
             )
-        for section in TRAINERS:
-            options = getattr(config, section, None)
-            if options is not None and options.enabled:
+        for section, options in config.stages.items():
+            if options.enabled:
                 self._stage_arguments(section)
 
     def load_data(self) -> None:
@@ -233,7 +232,7 @@ class TrainingRun(RunFolder):
             InterruptionCallback(RESUME),
             StageLog(label, self.log_file, self.progress, save_steps=self.config.save_steps),
         ]
-        if arguments.load_best_model_at_end and (patience := getattr(self.config, section).patience) is not None:
+        if arguments.load_best_model_at_end and (patience := self.config.stages[section].patience) is not None:
             callbacks.append(EarlyStoppingCallback(patience))
         with quiet_transformers():
             options = {**data.trainer_arguments(), "train_dataset": data.train, "callbacks": callbacks, **kwargs}
@@ -335,7 +334,7 @@ class TrainingRun(RunFolder):
 
     def _stage_arguments(self, section: str, data: TaskData | None = None, label: str = "") -> FinetuningConfig:
         """Return the training arguments of a stage; without data, to check them, all but the metric."""
-        options, config_class = getattr(self.config, section), TRAINERS[section].config_class
+        options, config_class = self.config.stages[section], TRAINERS[section].config_class
         names = {entry.name for entry in fields(config_class)}
         chosen = {name: value for name, value in vars(options).items() if name in names}
         values = {
@@ -357,7 +356,7 @@ class TrainingRun(RunFolder):
             if argument not in names:
                 problem = f"TrainingArguments has no field {argument!r}.{near_matches(argument, names)}"
                 raise ValueError(f"arguments: {problem}")
-            if argument in values or hasattr(self.config, argument):
+            if argument in values or argument in vars(self.config):
                 raise ValueError(
                     f"arguments: {argument!r} is an option of its own, or set by this command. Leave it out."
                 )

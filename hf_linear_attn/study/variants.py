@@ -56,8 +56,15 @@ class Variant:
 
     def of(self, conditions: Conditions) -> Conditions:
         """Return the conditions of a measurement of this variant."""
-        parts: dict[str, Any] = {name: getattr(self, name) for name in ("attention", "state", "seed", "options")}
-        return replace(conditions, **parts, settings={**conditions.settings, **self.settings})
+        settings = {**conditions.settings, **self.settings}
+        return replace(
+            conditions,
+            attention=self.attention,
+            state=self.state,
+            seed=self.seed,
+            options=self.options,
+            settings=settings,
+        )
 
     def measure(
         self, study: Study, evaluated: EvaluatedModel, metrics: Mapping[str, Metric], status: str

@@ -179,6 +179,11 @@ class TrainingRunConfig:
                 raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.resolved_task_type}.")
 
     @property
+    def stages(self) -> dict[str, StageConfig]:
+        """The sections of the stages of gradient steps by the Trainer, by their names."""
+        return {}
+
+    @property
     def resolved_task_type(self) -> TaskType:
         """The task type, or the default one."""
         return self.task_type or "classification"
@@ -214,6 +219,11 @@ class FinetuneConfig(TrainingRunConfig):
         if self.max_length is not None and (self.from_config or self.model_type is not None):
             remedy = f"config_overrides {{max_position_embeddings: {self.max_length}}}"
             raise OptionError("max_length", f"extends positions that were trained. With random weights, give {remedy}.")
+
+    @property
+    def stages(self) -> dict[str, StageConfig]:
+        """The only one."""
+        return {"train": self.train}
 
 
 #: The training of every conversion.
@@ -294,6 +304,11 @@ class ConvertConfig(TrainingRunConfig):
             raise OptionError(
                 "budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {self.resolved_task_type}."
             )
+
+    @property
+    def stages(self) -> dict[str, StageConfig]:
+        """Stage 0 and the last one; attention transfer has no Trainer."""
+        return {"teacher": self.teacher, "distill": self.distill}
 
     @property
     def resolved_task_type(self) -> TaskType:
