@@ -17,7 +17,7 @@ from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.head_mixture import linear_mechanism
 from ..ops.common import InPlaceState, State
 from ..ops.prepared import run_prepared
-from ..ops.terms import Terms
+from ..ops.terms import NO_TERMS, Terms
 from ..utils.models import BOUNDARY_ARGUMENTS
 from .cache import LinearStateLayer, self_attention_cache, state_layer
 from .cache_argument import named_cache
@@ -105,18 +105,17 @@ def linear_attention_forward(
     return _attend(call) if boundaries is None else _attend_packed(call, boundaries)
 
 
-def terms_of(context: LayerContext, kwargs: dict[str, Any]) -> Terms | None:
+def terms_of(context: LayerContext, kwargs: dict[str, Any]) -> Terms:
     """Return what the arguments of a self-attention call add to its logits.
 
     A patched model passes its position bias as a table of distances (see `adapters`).
     """
     if context.causal is None:
-        return None
+        return NO_TERMS
     bias = kwargs.get("position_bias")
     bias = None if bias is None or bias.shape[2] > 1 else bias[0, :, 0]
     positions = bias, kwargs.get("disentangled"), kwargs.get("alibi_slopes")
-    values = kwargs.get("s_aux"), kwargs.get("softcap") or None, *positions
-    return None if all(value is None for value in values) else Terms(*values)
+    return Terms(kwargs.get("s_aux"), kwargs.get("softcap") or None, *positions)
 
 
 def _check_direction(call: InterfaceCall, declared: Direction) -> None:
@@ -292,7 +291,7 @@ def _check_slice(call: InterfaceCall, boundaries: Tensor | None) -> None:
         "packed documents": boundaries is not None,
         "a full attention mask": call.mask is not None and call.mask.dim() == 4,
         "exact attention": call.context.runs_exactly,
-        "terms in the logits": call.terms is not None,
+        "terms in the logits": bool(call.terms),
         "output_attentions": attention_weights_requested(call.kwargs),
     }
     refused = [reason for reason, applies in reasons.items() if applies]

@@ -8,7 +8,7 @@ that is gone: only what is an argument of the layer, such as a mark of `packing`
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..config import LayerConfig
 from ..ops.calls import AttentionInputs
 from ..ops.common import ACCELERATE_HOOK
 from ..ops.ranks import Ranks
-from ..ops.terms import Terms
+from ..ops.terms import Terms, no_terms
 
 #: Name of our attention implementation, in Transformers' interface and in the `config.json` of patched checkpoints.
 IMPLEMENTATION = "hf_linear_attn"
@@ -76,7 +76,7 @@ class InterfaceCall:
     is_causal: bool | None
     kwargs: dict[str, Any]
     first_call: bool = True
-    terms: Terms | None = None
+    terms: Terms = field(default_factory=no_terms)
 
     @property
     def label(self) -> str:

@@ -4,7 +4,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers.utils import output_capturing
 from ..config import check_integers, layer_number
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import exact_weights
-from ..ops.terms import Terms, distances
+from ..ops.terms import Terms, distances, no_terms
 from .adapters import adapter_of
 from .context import InterfaceCall, attention_modules, in_memory, layer_context
 from .discovery import causal_flag, self_attention
@@ -52,7 +52,7 @@ class AttentionCall:
     causal: bool
     output: Tensor
     start: int | None = None
-    terms: Terms | None = None
+    terms: Terms = field(default_factory=no_terms)
 
     def real_queries(self) -> Tensor:
         """Return `[B, H, L]`: the queries that are real tokens and see a key, not those of padding."""
@@ -164,7 +164,7 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     implementation = _implementation(call)
     mask = _exact_mask(call, implementation)
     kwargs = call.kwargs
-    if call.terms is not None and call.terms.bias is not None:
+    if call.terms.bias is not None:
         distance = distances(length, keys, None, query.device)
         kwargs = {**kwargs, "position_bias": call.terms.by_distance(distance).unsqueeze(0)}
     is_causal = call.is_causal

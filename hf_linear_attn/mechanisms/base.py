@@ -83,7 +83,7 @@ class LinearAttention(nn.Module):
         if self.entry is not None:
             self.entry.check_direction(inputs.causal)
         self.check_mask(inputs.mask)
-        if inputs.terms is not None:
+        if inputs.terms:
             self.check_terms(inputs.terms.names())
         if not inputs.causal and (inputs.state is not None or inputs.return_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")

@@ -165,8 +165,7 @@ class HeadMixture(LinearAttention):
             # The mechanism may write over its part of an `InPlaceState`.
             linear_state = type(state)({name: state[name] for name in state if not name.startswith(PREFIX)})
             states = linear_state, {name: state[name] for name in state if name.startswith(PREFIX)}
-        terms = (None, None) if inputs.terms is None else self._split_terms(inputs.terms)
-        parts = zip(*map(self._split, inputs.tensors), masks, states, terms, strict=True)
+        parts = zip(*map(self._split, inputs.tensors), masks, states, self._split_terms(inputs.terms), strict=True)
         linear, exact = (
             replace(inputs, query=q, key=k, value=v, mask=m, state=s, terms=t) for q, k, v, m, s, t in parts
         )

@@ -12,6 +12,7 @@ from ..ops import kernelized as ops
 from ..ops.calls import KernelizedCall
 from ..ops.common import State, compute_dtype
 from ..ops.prepared import prepare, run_prepared
+from ..ops.terms import NO_TERMS
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry
 from .base import AttentionInputs, LinearAttention
 
@@ -39,8 +40,8 @@ class KernelizedAttention(LinearAttention):
         if (step := run_prepared(self, inputs)) is not None:
             return step
         self.begin_forward(inputs)
-        if inputs.terms is not None and inputs.terms.slope is None:  # a cap, which is the map's
-            inputs = replace(inputs, terms=None)
+        if inputs.terms and inputs.terms.slope is None:  # a cap, which is the map's
+            inputs = replace(inputs, terms=NO_TERMS)
         maps = self.feature_map.functions(inputs.scaling)
         size, signed = self.feature_map.num_features, self.feature_map.signed
         call = KernelizedCall(*inputs.finite_tensors(), *maps, size, signed=signed, **inputs.settings)
@@ -55,8 +56,7 @@ class KernelizedAttention(LinearAttention):
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         dtype = compute_dtype(inputs.query)
         query = self.feature_map.query(inputs.query.to(dtype), inputs.scaling)
-        key = self.feature_map.key(inputs.key.to(dtype), inputs.scaling)
-        key = key if inputs.terms is None else inputs.terms.placed(key)
+        key = inputs.terms.placed(self.feature_map.key(inputs.key.to(dtype), inputs.scaling))
         return ops.dense_weights(query, key, inputs.visible(), signed=self.feature_map.signed)
 
 

@@ -12,7 +12,7 @@ from ..feature_maps.base import AttentionShape, Options
 from ..ops.common import State, mask_tokens
 from ..ops.int8 import append, row_size, stored_dtype, to_dtype
 from ..ops.prepared import run_prepared, step_exactly
-from ..ops.terms import Terms, attend_with_terms, distances, weights_with_terms
+from ..ops.terms import NO_TERMS, Terms, attend_with_terms, distances, weights_with_terms
 from ..registry import register_attention
 from ..utils.options import option
 from .base import EVERY_TERM, AttentionInputs, LinearAttention
@@ -104,7 +104,7 @@ def attend_exactly(inputs: AttentionInputs, cache_dtype: CacheDtype) -> tuple[Te
         after = {"exact_key": stored_key, "exact_value": stored_value}
     if mask is not None:
         after["exact_mask"] = mask
-    lower_triangle = inputs.causal and mask is None and not state and inputs.terms is None
+    lower_triangle = inputs.causal and mask is None and not state and not inputs.terms
     if query.shape[2] != length:  # a branch, since `is_causal` must be no symbol under `torch.compile`
         lower_triangle = False
     needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
@@ -120,7 +120,7 @@ def softmax_attention(
     allowed: Tensor | None,
     scaling: float,
     causal: bool = False,
-    terms: Terms | None = None,
+    terms: Terms = NO_TERMS,
 ) -> Tensor:
     """Return exact attention `[B, H, L, e]`; zeros in a row that sees no key.
 
@@ -134,7 +134,7 @@ def softmax_attention(
     # Under autocast rotary positions give float32 queries and keys, and the projection half-precision values.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    if terms is not None:
+    if terms:
         distance = distances(query.shape[2], key.shape[2], None, query.device)
         if causal:
             allowed = (distance >= 0)[None, None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from .common import FeatureFunction, State
 from .formulas import FusedMap, FusedMaps
 from .ranks import Ranks
-from .terms import Terms
+from .terms import Terms, no_terms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class AttentionInputs:
             queries are the last ones of the keys.)
         ranks: the processes of context parallelism, where queries, keys, values and mask are those of one slice of the
             sequence; None otherwise. Only mechanisms with `context_parallel` receive it.
-        terms: what the model adds to its logits; None for nothing. Only mechanisms that serve them receive them.
+        terms: what the model adds to its logits. Only mechanisms that serve them receive any.
     """
 
     query: Tensor
@@ -55,7 +55,7 @@ class AttentionInputs:
     first_call: bool = True
     start: int | None = None
     ranks: Ranks | None = None
-    terms: Terms | None = None
+    terms: Terms = field(default_factory=no_terms)
 
     def __len__(self) -> int:
         """Return B. PEFT asks for it where rows have adapters of their own, before it says what it cannot mix."""
@@ -149,14 +149,13 @@ class _FeatureCall:
     mask: Tensor | None = None
     state: State | None = None
     return_state: bool = False
-    terms: Terms | None = None
+    terms: Terms = field(default_factory=no_terms)
 
     def needs_grad(self) -> bool:
         """Return whether a gradient is recorded for an input, the state, a map or a tensor of mixing weights."""
         if not torch.is_grad_enabled():
             return False
-        terms = () if self.terms is None else self.terms.tensors()
-        values = (*vars(self).values(), *(self.state or {}).values(), *(self.fused or ()), *terms)
+        values = (*vars(self).values(), *(self.state or {}).values(), *(self.fused or ()), *self.terms.tensors())
         return any(value.requires_grad for value in values if isinstance(value, Tensor | FusedMap))
 
     def replace(self, **changes: Any) -> Self:

@@ -18,7 +18,7 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
     Every decoding step runs this code, so that it is terse.
     """
     query, key, value, fused = call.query, call.key, call.value, call.fused
-    if call.terms is not None and (reason := _unsupported_terms(call)) is not None:
+    if call.terms and (reason := _unsupported_terms(call)) is not None:
         return reason
     compiling = torch.compiler.is_compiling()
     if compiling and device_types != ("cpu",):
@@ -51,7 +51,6 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
 def _unsupported_terms(call: BackendCall) -> str | None:
     """Return what of a model's terms kernels cannot apply; those for CPUs compute the outputs of sequences."""
     terms = call.terms
-    assert terms is not None
     if call.query.device.type != "cpu":
         return "terms of the model's logits are not fused"
     if terms.slope is not None:

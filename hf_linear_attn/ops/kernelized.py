@@ -106,7 +106,7 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
     """
     query, key, value, state, signed = call.query, call.key, call.value, call.state, call.signed
     batch, heads, length, _ = query.shape
-    slope = None if call.terms is None else call.terms.slope
+    slope = call.terms.slope
     if places_nodes(length, query) and slope is None:
         keys = _masked(call.key_features(mask_tokens(key, call.mask)), call.mask)
         out, node_state = causal_node(call, keys, None)
@@ -143,7 +143,7 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
 
 def _gated(call: KernelizedCall) -> GatedCall:
     """Return the call as one of a state that decays by the slopes of ALiBi, or that does not decay."""
-    slope = None if call.terms is None else call.terms.slope
+    slope = call.terms.slope
 
     def key_features(key: Tensor) -> GatedKeys:
         values, log_scale = call.key_features(key)

@@ -99,7 +99,7 @@ def step_exactly(mechanism: nn.Module, inputs: AttentionInputs, int8: bool) -> t
 
 def _holds_exact(inputs: AttentionInputs, int8: bool) -> bool:
     """Return whether a state has keys and values that the kernel can go on from: the option may have changed."""
-    if inputs.terms is not None or inputs.state is None:
+    if inputs.terms or inputs.state is None:
         return False
     return (inputs.state["exact_key"].dtype is torch.int8) == int8
 

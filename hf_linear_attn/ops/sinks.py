@@ -136,7 +136,7 @@ def attend_from_sinks(out: Tensor, call: WindowedCall, sinks: Sinks | None) -> T
         allowed = (mask | ~mask.any(dim=1, keepdim=True))[:, None, None, :]  # a row without tokens: zeros
     if query.dtype == torch.float16:  # whose range is too small for logits
         query, key, value = query.float(), key.float(), value.float()
-    if call.terms is not None:
+    if call.terms:
         distance = sinks.position.unsqueeze(2) - torch.arange(key.shape[2], device=key.device)
         exact = attend_with_terms(query, key, value, allowed, call.scaling, call.terms, distance)
     else:

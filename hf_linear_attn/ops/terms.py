@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ LEAST_EXPONENT = -80.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
-    """The terms of one attention layer; None where it has no such term.
+    """The terms of one attention layer; None where it has no such term. It is false where it has none at all.
 
     Attributes:
         sink: s `[H]`, a logit without a key: an attention sink (gpt-oss).
@@ -47,15 +46,15 @@ class Terms:
     relative: Disentangled | None = None
     slope: Tensor | None = None
 
+    def __bool__(self) -> bool:
+        return any(value is not None for value in (self.sink, self.softcap, self.bias, self.relative, self.slope))
+
     def apply(self, function: Callable[[Tensor], Tensor]) -> Terms:
         """Apply a function to the tensors, whose first dimension is that of the query heads."""
-        changes: dict[str, Any] = {}
-        for name in self.names():
-            value = getattr(self, name)
-            if isinstance(value, Disentangled):
-                value = value.apply(function)
-            changes[name] = function(value) if isinstance(value, Tensor) else value
-        return Terms(**changes)
+        heads = (self.sink, self.bias, self.slope)
+        sink, bias, slope = (None if value is None else function(value) for value in heads)
+        relative = None if self.relative is None else self.relative.apply(function)
+        return Terms(sink, self.softcap, bias, relative, slope)
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over the tensors that there are."""
@@ -132,6 +131,15 @@ class Terms:
         return (self.bias[:, 0] - self.far).exp()
 
 
+#: Those of most models.
+NO_TERMS = Terms()
+
+
+def no_terms() -> Terms:
+    """Return `NO_TERMS`: a default that `torch.compile` can trace."""
+    return NO_TERMS
+
+
 def distances(queries: int, keys: int, start: int | None, device: torch.device) -> Tensor:
     """Return i - j of queries that begin at position `start` (None: they are the last of the keys), `[L, S]`."""
     rows = torch.arange(queries, device=device) + (keys - queries if start is None else start)
@@ -139,7 +147,7 @@ def distances(queries: int, keys: int, start: int | None, device: torch.device) 
 
 
 def weights_with_terms(
-    query: Tensor, key: Tensor, allowed: Tensor | None, scaling: float, terms: Terms | None, distance: Tensor | None
+    query: Tensor, key: Tensor, allowed: Tensor | None, scaling: float, terms: Terms, distance: Tensor | None
 ) -> Tensor:
     """Return softmax weights `[B, H, L, S]`; zeros in a row that sees no key. With a sink, rows sum to less than 1.
 
@@ -153,8 +161,6 @@ def weights_with_terms(
     dtype = compute_dtype(query)
     keys = key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = (query.to(dtype) @ keys.transpose(-1, -2)) * scaling
-    if terms is None:
-        return softmax_rows(logits, allowed)
     logits = terms.applied(logits, distance)
     if distance is not None:
         logits = logits + terms.of_pairs(query.to(dtype) * scaling, keys, distance)

@@ -71,12 +71,12 @@ LARGEST_GAP = 60.0
 def far_mix(call: WindowedCall) -> Tensor:
     """Return the log mixing weights `[B | 1, H, L | 1]` with the bias of keys far before the query."""
     log_mix, terms = call.log_mixing_weights(), call.terms
-    return log_mix if terms is None or terms.bias is None else log_mix + terms.far.unsqueeze(-1).to(log_mix.dtype)
+    return log_mix if terms.bias is None else log_mix + terms.far.unsqueeze(-1).to(log_mix.dtype)
 
 
-def capped_products(rows: Tensor, key: Tensor, terms: Terms | None) -> Tensor:
+def capped_products(rows: Tensor, key: Tensor, terms: Terms) -> Tensor:
     """Return the logits of rows `[τ q, 1]` and keys `[k, 0]`, of which the last number is no part of a capped logit."""
-    if terms is None or terms.softcap is None:
+    if terms.softcap is None:
         return rows @ key.transpose(-1, -2)
     logits = terms.capped(rows[..., :-1] @ key[..., :-1].transpose(-1, -2))
     return logits + key[..., -1].unsqueeze(-2)
@@ -87,12 +87,12 @@ def with_term_features(call: WindowedCall) -> WindowedCall:
 
     They are doubled where a term distinguishes keys on either side. Those of keys have a log scale where sums decay.
     """
-    if call.terms is not None and call.terms.slope is not None:
+    if call.terms.slope is not None:
         if not call.causal:
             raise NotImplementedError("ALiBi is for decoders: in a bidirectional layer no sums decay.")
         key_features = call.key_features
         return call.replace(key_features=lambda x: key_features(x).scaled())
-    if call.terms is None or call.terms.relative is None:
+    if call.terms.relative is None:
         return call
     if call.causal or is_free(call.query.shape[2]):
         raise NotImplementedError("Disentangled attention is for encoders, and no graph of a free length has it.")
@@ -307,14 +307,14 @@ class _Blocks(NamedTuple):
     features: Features
     kv_state: KVState
 
-    def columns(self, rows: QueryRows, now: slice, part: _Part, terms: Terms | None) -> Columns:
+    def columns(self, rows: QueryRows, now: slice, part: _Part, terms: Terms) -> Columns:
         """Return some of the blocks as columns of as many blocks of rows."""
         logits = capped_products(rows.query, self.key[now], terms)
         logits = logits if part.bias is None else logits + part.bias
         features = None if part.outside is None else self.features.apply(lambda x: x[now])
         if features is not None and features.log_scale is not None and part.shift is not None:
             features = features._replace(log_scale=features.log_scale + part.shift)
-        if features is not None and terms is not None and terms.relative is not None:
+        if features is not None and terms.relative is not None:
             features = features._replace(values=one_direction(features.values, 0 if part.offset > 0 else 1))
         return Columns(logits, features, part.outside)
 
@@ -332,8 +332,7 @@ def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: in
     parts, dtype = [], compute_dtype(call.query)
     index, keys = (torch.arange(length, device=call.query.device) for length in (size, width))
     repeats = call.query.shape[1] // call.key.shape[1]
-    least = 0 if call.causal else 1 - call.window
-    terms = None if call.terms is None or not call.terms.has_distances else call.terms
+    least, terms = 0 if call.causal else 1 - call.window, call.terms
     for offset in offsets:
         near = index.unsqueeze(-1) - keys + offset
         distance = near.repeat(repeats, 1)
@@ -345,7 +344,7 @@ def _neighbours(call: WindowedCall, size: int, offsets: Sequence[int], width: in
         all_inside = nearest >= least and farthest < call.window
         any_outside = farthest >= call.window or (not call.causal and nearest < least)
         factor, shift = outside.to(dtype), None
-        if terms is not None:
+        if terms.has_distances:
             groups, all_inside = call.key.shape[1], False
             bias = bias + head_rows(terms.by_distance(near).to(dtype), groups)
             if terms.slope is None:
@@ -372,8 +371,7 @@ class _BlockedCall:
         self.call = call
         self.sinks = sinks
         self.free = is_free(length)
-        slope = None if call.terms is None else call.terms.slope
-        self.slope = None if slope is None else slope.to(compute_dtype(call.query))
+        self.slope = None if call.terms.slope is None else call.terms.slope.to(compute_dtype(call.query))
         size = min(max(call.window, MIN_BLOCK), MAX_BLOCK)
         self.size = size
         if not self.free:
@@ -481,11 +479,11 @@ class _BlockedCall:
         terms = self.call.terms
         parts = zip(near, self.parts, strict=True)
         pairs = [(keys.columns(rows, now, part, terms), keys.value[now]) for now, part in parts]
-        if terms is not None and terms.relative is not None:
+        if terms.relative is not None:
             pairs = self._with_distances(rows, keys, near, pairs)
         if self.sinks is not None:
             pairs.append(_sink_columns(self.sinks, rows, start * self.size, self.call))
-        if terms is not None and terms.sink is not None:
+        if terms.sink is not None:
             pairs.append(_keyless_column(terms.sink, rows, keys.value))
         columns, values = zip(*pairs, strict=True)
         if self.slope is not None:
@@ -499,7 +497,6 @@ class _BlockedCall:
         self, rows: QueryRows, keys: _Blocks, near: list[slice], pairs: list[tuple[Columns, Tensor]]
     ) -> list[tuple[Columns, Tensor]]:
         """Add the products with the vectors of distances (`ops.disentangled`) to the logits in the window."""
-        assert self.call.terms is not None
         assert self.call.terms.relative is not None
         window, size = self.call.window, self.size
         query, key = rows.query[..., :-1], keys.key[..., :-1]
@@ -541,10 +538,10 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
     key = functional.pad(sinks.key.to(rows.query.dtype), (0, 1))
     hidden = ~outside.repeat(1, 1, repeats, 1).unsqueeze(2)
     logits = capped_products(rows.query, key, call.terms)
-    if call.terms is not None and call.terms.has_distances:
+    if call.terms.has_distances:
         bias = call.terms.by_distance(sinks.distance(numbers)).to(logits.dtype)  # [B, n, H, c, s]
         logits = logits + head_rows(bias, call.key.shape[1]).movedim(1, 0)
-    if call.terms is not None and call.terms.relative is not None:
+    if call.terms.relative is not None:
         query = rows.query[..., :-1].movedim(0, 2)
         added = call.terms.relative.pairs(
             query.flatten(2, 3), sinks.key.to(query.dtype), sinks.distance(numbers).flatten(1, 2)
@@ -564,7 +561,7 @@ def _keyless_column(sink: Tensor, rows: QueryRows, values: Tensor) -> tuple[Colu
 def _becomes_node(call: WindowedCall) -> bool:
     """Return whether a call becomes one node of the graph that is exported (`ops.graph_nodes`)."""
     served = {"softcap", "sink"} if call.causal else {"softcap"}
-    if call.state is not None or (call.terms is not None and not served.issuperset(call.terms.names())):
+    if call.state is not None or not served.issuperset(call.terms.names()):
         return False
     return places_nodes(call.query.shape[2], call.query)
 
@@ -583,18 +580,17 @@ def _node(call: WindowedCall, valid: Tensor, *others: Tensor | None) -> Sequence
         "groups": groups,
         "window": call.window,
         "scaling": float(call.scaling),
-        "softcap": float((terms and terms.softcap) or 0.0),
+        "softcap": float(terms.softcap or 0.0),
         "mixes_rows": int(mix.shape[2] != 1),
     }
     width = call.value.shape[3]
     shapes: list[Sequence[int]] = [(batch, heads, length, width)]
     if not call.causal:
         return graph_node("Window", inputs, {**attributes, "sinks": call.sinks}, *shapes)
-    others = *others, None if terms is None else terms.sink
     shapes.append((batch, groups, keys.values.shape[3], width + 1))
     if keys.log_scale is not None:
         shapes.append((batch, groups))
-    return graph_node("CausalWindow", (*inputs, *others), {**attributes, "causal": 1}, *shapes)
+    return graph_node("CausalWindow", (*inputs, *others, terms.sink), {**attributes, "causal": 1}, *shapes)
 
 
 def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
@@ -651,9 +647,9 @@ def windowed_bidirectional(call: WindowedCall, sinks: Sinks | None) -> Tensor:
         before, carried = keys.kv_state.at(slice(0, blocked.group_size(start))).running(carried)
         behind, _ = keys.kv_state.at(slice(2 * blocked.reach, None)).apply(lambda x: x.flip(0)).running(later)
         behind = behind.apply(lambda x: x.flip(0))
-        if call.terms is not None and call.terms.bias is not None:
+        if call.terms.bias is not None:
             behind = behind._replace(total=behind.total * call.terms.behind[:, None, None].to(behind.total.dtype))
-        if call.terms is not None and call.terms.relative is not None:
+        if call.terms.relative is not None:
             before = before._replace(total=one_direction(before.total, 0, dim=-2))
             behind = behind._replace(total=one_direction(behind.total, 1, dim=-2))
         far_state = before.plus(behind)
@@ -713,7 +709,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     call = with_term_features(call)
     query, key, value, terms = call.query, call.key, call.value, call.terms
     dtype = compute_dtype(query)
-    slope = None if terms is None or terms.slope is None else terms.slope.to(dtype)
+    slope = None if terms.slope is None else terms.slope.to(dtype)
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
     near = torch.cat([state["ring_mask"][:, 1:], state["ring_mask"].new_ones(batch, 1)], dim=1)
     near_key, ring_key = append(state["ring_key"][:, :, 1:], key, call.cache_dtype)
@@ -735,17 +731,16 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
         near_key, near_value = mask_tokens(near_key, near), mask_tokens(near_value, near)
     grouped = (batch, groups, heads // groups, -1)
     logits = (query.to(dtype) * call.scaling).reshape(grouped) @ near_key.transpose(-1, -2)
-    if terms is not None:
-        logits = terms.capped(logits)
-        if terms.has_distances:
-            logits = logits + terms.by_distance(_step_distances(call, state)).to(dtype).reshape(*logits.shape[:3], -1)
+    logits = terms.capped(logits)
+    if terms.has_distances:
+        logits = logits + terms.by_distance(_step_distances(call, state)).to(dtype).reshape(*logits.shape[:3], -1)
     if not full:
         logits = logits.masked_fill(~near[:, None, None, :], float("-inf"))
     values, scale = call.query_features(query.to(dtype))
     mix = far_mix(call).to(dtype).exp().unsqueeze(-1)
     features = Features((values * mix).reshape(grouped), None if scale is None else scale.reshape(grouped[:-1]))
     columns = [Columns(logits)]
-    if terms is not None and terms.sink is not None:
+    if terms.sink is not None:
         columns.append(Columns(terms.sink.to(dtype).view(1, groups, -1, 1).expand(batch, -1, -1, -1)))
     if slope is not None:
         features = _decaying(features, columns, 0.0)
@@ -806,14 +801,13 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
     )
     logits = capped_products(rows.query, functional.pad(key, (0, 1)), terms)
     outside = outside.to(key.dtype)
-    features = call.key_features(key)
-    features = features if terms is None else terms.placed(features)
-    if terms is not None and terms.has_distances:
+    features = terms.placed(call.key_features(key))
+    if terms.has_distances:
         distance = distances(query.shape[2], key.shape[2], start, key.device)
         logits = logits + head_rows(terms.by_distance(distance).to(logits.dtype), groups)
         if terms.slope is None:
             outside = outside * head_rows(terms.outside(distance).to(logits.dtype), groups)
-    if terms is not None and terms.relative is not None:
+    if terms.relative is not None:
         distance = distances(query.shape[2], key.shape[2], start, key.device)
         logits = logits + terms.relative.pairs(rows.query[..., :-1], key, distance)
         behind = features._replace(values=one_direction(features.values, 1))
@@ -821,12 +815,12 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor, 
         outside = outside * (distance > 0)
         features = features._replace(values=one_direction(features.values, 0))
     columns = [Columns(logits.masked_fill(~exact, float("-inf")), features, outside)]
-    if terms is not None and terms.sink is not None:
+    if terms.sink is not None:
         columns.append(_keyless_column(terms.sink, rows, key)[0])
-    if terms is not None and terms.relative is not None:
+    if terms.relative is not None:
         columns.append(other)
     features = rows.features
-    if terms is not None and terms.slope is not None:  # distances are the differences of those to the first key
+    if terms.slope is not None:  # distances are the differences of those to the first key
         log_decay = -terms.slope[:, None].to(key.dtype) * distance[:, 0]
         features = _decaying(features, columns, log_decay)
     parts = [part.reshape(*query.shape[:3], -1) for part in row_weights(features, columns)[0]]

@@ -395,7 +395,7 @@ class _Layer:
         logits = scaled @ key.transpose(-1, -2)
         sink = torch.full_like(logits[..., :1], float("-inf"))
         terms = self._inputs(call).terms
-        if terms is None:
+        if not terms:
             return logits, sink, 1.0
         distance = distances(call.query.shape[2], key.shape[2], call.start, key.device)[counted]
         logits = terms.applied(logits, distance) + terms.of_pairs(scaled, key, distance)

@@ -88,7 +88,7 @@ def test_windows(nodes, name, length, window, sinks, softcap, causal):
     mask = padding_mask([length, max(length - 60, 1)], length, "left" if causal else "right")
     mix = torch.randn(2, 4, length, generator=torch.Generator().manual_seed(1))
     call = call_of(feature_map(name), q, k, v, window=window, causal=causal, log_mix=mix, mask=mask, sinks=sinks)
-    call.terms = None if softcap is None else Terms(softcap=softcap)
+    call.terms = Terms(softcap=softcap)
     with torch.no_grad():
         expected = windowed.windowed(call)
     assert_same(nodes(windowed.windowed, call), expected, mask)

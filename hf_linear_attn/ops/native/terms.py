@@ -21,7 +21,6 @@ MARGIN = 64
 
 def term_inputs(call: WindowedCall) -> Tensors:
     """Return the tensors of the kernel, and as `mix` what is added to the log mixing weights, `[B | 1, H, L | 1]`."""
-    assert call.terms is not None
     inputs: Tensors = {}
     if call.terms.bias is not None:
         inputs = _bias_inputs(call, call.terms, call.terms.bias.float())

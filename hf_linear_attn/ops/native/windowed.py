@@ -30,8 +30,8 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if call.state is not None and is_kernel_step(call, call.state):
         numbers["saturation"] = 0 if mix is None or mix.saturation is None else mix.saturation
         return _step(call, call.state, {**learned, "mix": log_mix}, numbers)
-    terms = {} if call.terms is None else term_inputs(call)
-    numbers["softcap"] = 0.0 if call.terms is None else call.terms.softcap or 0.0
+    terms = term_inputs(call)
+    numbers["softcap"] = call.terms.softcap or 0.0
     log_mix = log_mix.float() + terms.pop("mix", 0.0)
     if mix is not None and mix.saturation is not None:
         log_mix = call.log_mixing_weights().float() + log_mix - mix.base
@@ -72,7 +72,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         binding.run("windowed", {**inputs, **learned}, outputs, numbers)
         out = outputs["out"]
     if not call.causal:
-        return (out if call.terms is None else attend_from_sinks(out, call, end_tokens(call))), None
+        return (attend_from_sinks(out, call, end_tokens(call)) if call.terms else out), None
     if query_index is not None:
         out = mask_tokens(take_tokens(out, query_index), call.mask)
     if not call.return_state:
