@@ -110,12 +110,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def mechanism(name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6) -> Any:
+def mechanism(
+    name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6, **options: Any
+) -> Any:
     """A mechanism by itself, with small options, in float32; float64 by `.double()`."""
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(heads, groups, dim, value_dim, layer_index=1, max_length=2048, causal=causal)
-    options = build_options(entry, small_options(entry.options))
-    module: LinearAttention = open_far_part(entry.factory(shape, options))
+    chosen = build_options(entry, {**small_options(entry.options), **options})
+    module: LinearAttention = open_far_part(entry.factory(shape, chosen))
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape)
     return module

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernelized
+from . import kernel_inputs, kernelized
 from .calls import BackendCall, KernelizedCall, WindowedCall
 from .check import checked_reason
 from .common import KVState, State, compute_dtype, group_heads, mask_tokens, readable, weighted_mean, with_ones
@@ -31,9 +31,6 @@ from .windowed import FLOOR, LARGEST_GAP, gather_tokens, make_ring, pad_tokens
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask  # imports torch.compile, which takes seconds
-
-#: The type of device that it is used on.
-DEVICE = "cuda"
 
 #: Least size of a head that FlexAttention's kernels support, and rows and columns of a block of its masks.
 MIN_HEAD_DIM, BLOCK = 16, 128
@@ -56,7 +53,7 @@ class FlexBackend:
     def unsupported_reason(self, call: BackendCall) -> str | None:
         if not isinstance(call, WindowedCall):
             return "it supports only windows"
-        reason = unsupported_inputs(call, DEVICE)
+        reason = unsupported_inputs(call, kernel_inputs.GPU)
         if reason is not None:
             return reason
         if call.fused is None or call.fused[1].scaled:
@@ -112,7 +109,7 @@ def run(call: WindowedCall) -> tuple[Tensor, State | None]:
 def _step(call: WindowedCall) -> tuple[Tensor, State] | None:
     """Compute one token after a state by one kernel, or return None where it does not support the call."""
     assert call.fused is not None
-    supported = installed() and (call.query.is_cuda or interpreted())
+    supported = installed() and (call.query.device.type != "cpu" or interpreted())
     if not supported or call.cache_dtype is not None or call.needs_grad():
         return None
     from .triton import window_step

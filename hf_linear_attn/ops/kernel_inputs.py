@@ -8,6 +8,9 @@ from .common import State
 from .formulas import PARTS, FusedMap
 from .int8 import row_size
 
+#: The type of device of the kernels for GPUs.
+GPU = "cuda"
+
 #: Dtypes of queries, keys and values that kernels read.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

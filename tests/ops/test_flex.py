@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from hf_linear_attn.ops import backends, check, flex, windowed
+from hf_linear_attn.ops import backends, check, flex, kernel_inputs, windowed
 from hf_linear_attn.ops.calls import WindowedCall
 from tests.comparing import GRADIENT_FACTOR, assert_close, weighted_sum
 from tests.inputs import padding_mask, qkv
@@ -40,7 +40,7 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_apply_kernel_options", with_maximum)
     monkeypatch.setattr(torch_flex, "_WARNINGS_SHOWN", {"flex_attention_performance"}, raising=False)
     monkeypatch.setattr(flex, "_compiled", lambda scale, configuration: functools.partial(flex._attend, scale=scale))
-    monkeypatch.setattr(flex, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel_inputs, "GPU", "cpu")
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # compiling takes a second a size
 
 
@@ -229,7 +229,7 @@ def test_what_it_refuses(monkeypatch):
         assert "only windows" in str(backend.unsupported_reason(kernelized))
     monkeypatch.setattr(flex, "installed", lambda: False)
     assert "pip install triton" in str(backend.unsupported_reason(call))
-    monkeypatch.setattr(flex, "DEVICE", "cuda")
+    monkeypatch.setattr(kernel_inputs, "GPU", "cuda")
     assert backend.unsupported_reason(call) == "the tensors are on cpu"
 
 

@@ -60,7 +60,7 @@ Maps = tuple[MapArguments, MapArguments]
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -271,8 +271,10 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
     assert call.fused is not None
     tensors: list[Tensor] = []
     maps: list[MapArguments] = []
+    launched: list[tuple[Any, ...]] = []
+    block, programs, longest, batch = 64, 0, 0, call.query.shape[0]
     for x, fused in zip((call.query, call.key), call.fused, strict=True):
-        batch, heads, length, size = x.shape
+        _, heads, length, size = x.shape
         if not is_mapped(fused):
             arguments = map_arguments(fused, size, x.dtype)
         else:
@@ -282,12 +284,16 @@ def mapped(call: KernelizedCall) -> tuple[KernelizedCall, Maps]:
             stored = torch.float32 if x.dtype == torch.float16 else x.dtype
             out = torch.empty(batch, heads, length, width, dtype=stored, device=x.device)
             scale = torch.empty(batch, heads, length, device=x.device) if fused.scaled else None
-            grid = (batch * heads, triton.cdiv(length, tokens))
-            launch(map_tokens, grid, rows(x), out, scale, part, heads, length, both, tokens, warps=4)
+            launched.append((rows(x), out, scale, part, heads, length, both))
+            block, programs, longest = min(block, tokens), programs + batch * heads, max(longest, length)
             arguments = with_log_scale(feature_arguments(width, x.dtype), scale)
             x = out
         tensors.append(x)
         maps.append(arguments)
+    if launched:
+        first, second, *_ = *launched, (None, None, None, None, 0, 0, False)
+        grid = (programs, triton.cdiv(longest, block))
+        launch(map_tokens, grid, *first, *second, batch * first[4], block, warps=4)
     return call.replace(query=tensors[0], key=tensors[1]), (maps[0], maps[1])
 
 

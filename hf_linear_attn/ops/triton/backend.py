@@ -5,6 +5,7 @@ import importlib.util
 
 from torch import Tensor
 
+from .. import kernel_inputs
 from ..calls import BackendCall, KernelizedCall, WindowedCall
 from ..check import checked_reason
 from ..common import State
@@ -33,7 +34,7 @@ class TritonBackend:
     name = "triton"
 
     def unsupported_reason(self, call: BackendCall) -> str | None:
-        reason = unsupported_inputs(call, "cuda", *(["cpu"] if interpreted() else []))
+        reason = unsupported_inputs(call, kernel_inputs.GPU, *(["cpu"] if interpreted() else []))
         if reason is not None:
             return reason
         if call.fused is None:

@@ -208,12 +208,11 @@ def features(x, batch, head, tokens, real, fmap):
 
 
 @triton.jit
-def map_tokens(x, out, log_scale, fmap, heads, length, both: tl.constexpr, block: tl.constexpr):
+def store_features(x, out, log_scale, fmap, heads, length, both: tl.constexpr, pair, block: tl.constexpr):
     """Store the features `[B, heads, L, m]` of a block of tokens, and their log scales `[B·heads, L]`.
 
     both: the features of -y come after those of y.
     """
-    pair = tl.program_id(0)
     batch, head = pair // heads, pair % heads
     tokens = tl.program_id(1) * block + tl.arange(0, block)
     real = tokens < length
@@ -229,6 +228,20 @@ def map_tokens(x, out, log_scale, fmap, heads, length, both: tl.constexpr, block
         tl.store(out + offsets + fmap.width, values.to(out.dtype.element_ty), mask=inside)
     if log_scale is not None:
         tl.store(log_scale + pair.to(tl.int64) * length + tokens, scale, mask=real)
+
+
+@triton.jit
+def map_tokens(
+    x, out, log_scale, fmap, heads, length, both: tl.constexpr,
+    key, key_out, key_scale, key_map, groups, keys, key_both: tl.constexpr, pairs, block: tl.constexpr,
+):  # fmt: skip
+    """Store features of one tensor by the first `pairs` programs, and by the others those of keys (None: of none)."""
+    pair = tl.program_id(0)
+    if pair < pairs:
+        store_features(x, out, log_scale, fmap, heads, length, both, pair, block)
+    else:
+        if key is not None:
+            store_features(key, key_out, key_scale, key_map, groups, keys, key_both, pair - pairs, block)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ BLOCK = 64
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
     """Return the shared memory of a block of threads that the weights of a map may take."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return 1 << 20
     # 99 KB on the smaller GPUs since Ampere
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10) - 1024
