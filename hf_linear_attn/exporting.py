@@ -86,7 +86,7 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
         ImportError: Packages of the extra `export`, or `openvino`, are missing.
         ValueError: The checkpoint is not patched, or the folder must not be replaced.
         NotImplementedError: An encoder-decoder, a mechanism that cannot be exported with a free length, a decoder in
-            half precision, bfloat16 to ONNX, or a state in int8 to ONNX or OpenVINO.
+            half precision, or bfloat16 to ONNX.
         RuntimeError: The exported graph computes something else than the model.
     """
     from .checkpoints import copy_companions, load_pretrained
@@ -148,16 +148,8 @@ def _check_exportable(model: PreTrainedModel, format: str) -> None:
     """Raise a NotImplementedError on a model that cannot be exported to a format."""
     import torch
 
-    from .integration.discovery import installed_layers
-
     if model.config.is_encoder_decoder:
         raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")
-    stores_int8 = any(layer.stores_int8 for layer in installed_layers(model).values())
-    if format != "torch" and model.can_generate() and stores_int8:
-        raise NotImplementedError(
-            "cache_dtype='int8' cannot be exported to ONNX and OpenVINO, which read no bytes of a state as float32. "
-            "Patch the model with cache_dtype='auto', or export with format='torch'."
-        )
     reason = None
     if model.can_generate() and model.dtype in (torch.float16, torch.bfloat16):
         reason = "its states are float32, and Transformers' exporters trace them in the precision of the model"

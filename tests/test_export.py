@@ -18,8 +18,8 @@ from hf_linear_attn.integration.positions import length_limit
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
 from tests.slow_cases import long, slow_rows
-from tests.small import patched
-from tests.tiny_models import LLAMA, Family, save_checkpoint, tiny_model
+from tests.small import on_the_grid, patched
+from tests.tiny_models import Family, save_checkpoint, tiny_model
 
 pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
 base = pytest.importorskip("transformers.exporters.base", reason="Transformers before 5.23 has no exporters")
@@ -106,7 +106,11 @@ def test_a_decoder_continues_from_its_state(checkpoint, architecture, name, form
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("hedgehog", {}), ("window", {"exact_heads": [1]}), *long(("favor+", {}), ("gla", {}))],
+    [
+        ("hedgehog", {}),
+        ("window", {"exact_heads": [1], "cache_dtype": "int8"}),
+        *long(("window", {"exact_heads": [1]}), ("favor+", {}), ("gla", {})),
+    ],
     ids=str,
 )
 def test_openvino_generates_as_the_model_does(name, options, tmp_path):
@@ -136,16 +140,6 @@ def test_openvino_generates_as_the_model_does(name, options, tmp_path):
         assert np.concatenate(written, axis=1).tolist() == expected[:, prompt:].tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["onnx", "openvino"])
-def test_graphs_refuse_a_state_in_int8(format, tmp_path, capsys):
-    pytest.importorskip("openvino")
-    patched("hedgehog", LLAMA, exact_heads=[1], cache_dtype="int8").save_pretrained(tmp_path / "model")
-    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", format]) == 1
-    assert "cache_dtype='int8' cannot be exported to ONNX and OpenVINO" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("architecture", "dtype", "format"),
     [("llama", "float16", "torch"), ("gpt2", "bfloat16", "onnx"), ("bert", "bfloat16", "onnx")],
@@ -157,10 +151,15 @@ def test_precisions_that_a_graph_cannot_have_are_refused_before_it_is_traced(arc
 
 
 @pytest.mark.slow
-def test_a_decoder_with_exact_heads_goes_on_with_any_number_of_rows():
+@pytest.mark.parametrize(
+    ("name", "cache_dtype", "format"),
+    [("hedgehog", "auto", "torch"), ("window", "int8", "onnx"), *long(("window", "int8", "torch"))],
+)
+def test_a_decoder_with_exact_heads_goes_on_with_any_number_of_rows(name, cache_dtype, format):
     """And from a prompt of any length, one token included."""
-    model = patched("hedgehog", LLAMA, exact_heads=[1])
-    exported, _ = export_model(model, "torch")
+    model = patched(name, ONE_LLAMA, exact_heads=[1], cache_dtype=cache_dtype)
+    model = model if cache_dtype == "auto" else on_the_grid(model)
+    exported, _ = export_model(model, format)
     for lengths, prompt in (((9,), 6), ((7, 9, 3), 6), ((9,), 1), ((9, 9), 1)):
         batch = padded_batch([token_ids(1, n, seed=n)[0] for n in lengths], "left")
         with torch.no_grad():

@@ -17,8 +17,8 @@ from .common import compute_dtype
 
 SCALE_BYTES = torch.float32.itemsize
 LARGEST = 127
-#: The bits of a scale that are zero.
-_DROPPED_BITS = 7
+#: The bits of the fraction of a float32, the last of them that are zero in a scale, and the bias of the exponent.
+_FRACTION_BITS, _DROPPED_BITS, _EXPONENT_BIAS = 23, 7, 127
 
 
 def stored_dtype(option: str, *tokens: Tensor) -> torch.dtype | None:
@@ -59,15 +59,40 @@ def append(before: Tensor, new: Tensor, dtype: torch.dtype | None) -> tuple[Tens
 
 def _quantize(tokens: Tensor) -> Tensor:
     tokens = tokens.to(compute_dtype(tokens))
-    scale = (tokens.abs().amax(dim=-1, keepdim=True) / LARGEST).float().contiguous()
-    dropped = (1 << _DROPPED_BITS) - 1
-    scale = ((scale.view(torch.int32) + dropped) & ~dropped).view(torch.float32)
-    numbers = (tokens / scale.clamp_min(torch.finfo(torch.float32).tiny)).round()
-    return torch.cat([numbers.to(torch.int8), scale.view(torch.int8)], dim=-1)
+    scale = _pack((tokens.abs().amax(dim=-1, keepdim=True) / LARGEST).float())
+    numbers = (tokens / _unpack(scale).clamp_min(torch.finfo(torch.float32).tiny)).round()
+    return torch.cat([numbers.to(torch.int8), scale], dim=-1)
 
 
 def _dequantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    # A copy, since a row of bytes need not begin where a float32 may lie.
-    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     numbers = rows[..., :-SCALE_BYTES].to(torch.float64 if dtype is torch.float64 else torch.float32)
-    return (numbers * scale).to(dtype)
+    return (numbers * _unpack(rows[..., -SCALE_BYTES:])).to(dtype)
+
+
+def _pack(scale: Tensor) -> Tensor:
+    """Return the bytes `[…, 4]` of scales `[…, 1]` that are rounded up."""
+    dropped = (1 << _DROPPED_BITS) - 1
+    if not torch.compiler.is_exporting():
+        return ((scale.contiguous().view(torch.int32) + dropped) & ~dropped).view(torch.int8)
+    # ONNX and OpenVINO read no number as bytes. Where `log2` is rounded to the next exponent, the fraction carries.
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
+    exponent = scale.log2().floor()
+    steps = 1 << (_FRACTION_BITS - _DROPPED_BITS)
+    fraction = ((scale * 2.0**-exponent - 1) * steps).ceil()
+    bits = ((exponent + _EXPONENT_BIAS) * steps + fraction).int() * (1 << _DROPPED_BITS)
+    return ((bits // _places(bits) + 128) % 256 - 128).to(torch.int8)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """Return the scales `[…, 1]` of bytes `[…, 4]`."""
+    if not torch.compiler.is_exporting():
+        # A copy, since a row of bytes need not begin where a float32 may lie.
+        return packed.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    bits = (packed.int() % 256 * _places(packed)).sum(dim=-1, keepdim=True, dtype=torch.int32)
+    size = 1 << _FRACTION_BITS
+    return (1 + bits % size / size) * 2.0 ** (bits // size - _EXPONENT_BIAS).float()
+
+
+def _places(like: Tensor) -> Tensor:
+    """Return what each byte of a number counts, the first one least."""
+    return 256 ** torch.arange(SCALE_BYTES, dtype=torch.int32, device=like.device)

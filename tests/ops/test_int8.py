@@ -77,3 +77,17 @@ def test_a_token_that_is_not_finite_stays_so() -> None:
     assert not bool(back[1, 1, 1].isfinite().any())
     assert not bool(back[2, 1, 1].isfinite().all())
     assert bool(back[0].isfinite().all())
+
+
+def test_graphs_that_read_no_bits_compute_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    powers = 2.0 ** torch.arange(-112, 120, dtype=torch.float64)
+    steps = 1 + torch.tensor([-(2.0**-24), 0.0, 2.0**-23, 2.0**-16, 0.1, 0.999], dtype=torch.float64)
+    scales = (powers[:, None] * steps).flatten().float()
+    x = torch.cat([127 * scales.unsqueeze(-1), torch.randn(len(scales), 3) * scales.unsqueeze(-1)], dim=-1)
+    stored = to_dtype(x, torch.int8)
+    numbers = to_dtype(stored, torch.float32)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert torch.equal(to_dtype(x, torch.int8), stored)
+    assert torch.equal(to_dtype(stored, torch.float32), numbers)
+    zeros = to_dtype(torch.zeros(2, 3), torch.int8)
+    assert torch.equal(to_dtype(zeros, torch.float32), torch.zeros(2, 3))
