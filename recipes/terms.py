@@ -36,13 +36,28 @@ ROW = 18
 CLOSED = -10_000.0
 
 DEBERTA = {
-    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256},
-    **{"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 32, "share_att_key": True},
-    **{"max_relative_positions": 128, "norm_rel_ebd": "layer_norm", "position_biased_input": False},
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 32,
+    "share_att_key": True,
+    "max_relative_positions": 128,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
 }
 T5 = {
-    **{"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
-    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 0},
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "decoder_start_token_id": 0,
 }
 #: How the T5 is converted, whatever lies outside of its windows.
 T5_TRAINING = {"transfer": {"max_steps": 100}, "distill": {"learning_rate": 1e-3, "max_steps": 300}}

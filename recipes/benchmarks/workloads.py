@@ -235,10 +235,19 @@ def llama(longest: int, **sizes: int) -> Any:
 def deberta(longest: int, layers: int) -> Any:
     """DeBERTa-v3: but for the number of words and of layers, -small and -base have one shape."""
     config = DebertaV2Config(
-        **{"vocab_size": 32000, "num_hidden_layers": layers, "max_position_embeddings": longest},
-        **{"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
-        **{"position_biased_input": False, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-        **{"position_buckets": 256, "max_relative_positions": 512, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+        vocab_size=32000,
+        num_hidden_layers=layers,
+        max_position_embeddings=longest,
+        hidden_size=768,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        position_biased_input=False,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=256,
+        max_relative_positions=512,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
     )
     return DebertaV2Model(config)
 

@@ -328,12 +328,17 @@ def glue_table(path: str = "glue.json", stages: Sequence[str] = ()) -> str:
 def terms_quality_table() -> str:
     """Tiny models with terms in their logits: what each stage of the conversion makes of their metric."""
     names = {
-        **{"deberta": "DeBERTa on SST-2", "t5": "T5, words that come again"},
-        **{"t5-window-alone": "the same, nothing outside of windows"},
+        "deberta": "DeBERTa on SST-2",
+        "t5": "T5, words that come again",
+        "t5-window-alone": "the same, nothing outside of windows",
     }
     titles = {
-        **{"teacher": "exact", "without_attention": "without attention", "patched": "calibrated only"},
-        **{"transferred": "after attention transfer", "converted": "as saved", "control": "exact, trained as long"},
+        "teacher": "exact",
+        "without_attention": "without attention",
+        "patched": "calibrated only",
+        "transferred": "after attention transfer",
+        "converted": "as saved",
+        "control": "exact, trained as long",
     }
     lines = []
     for row in read_json("terms.json")["rows"]:
@@ -572,7 +577,8 @@ def mechanisms_table() -> str:
             "name": CODE(name),
             "directions": directions(entry),
             "learned": "yes" if entry["learned"] else "no",
-            **{title: entry[title] for title in ("state", "cost")},
+            "state": entry["state"],
+            "cost": entry["cost"],
             "paper": link(entry["paper"]),
             "when to choose": entry["recommendation"],
         }

@@ -30,10 +30,20 @@ from tests.tiny_models import LLAMA
 def test_layers_that_share_keys_and_values(layer):
     config = AutoConfig.for_model(
         "gemma3n_text",
-        **{"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1},
-        **{"head_dim": 16, "intermediate_size": 32, "vocab_size": 97, "vocab_size_per_layer_input": 97},
-        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "sliding_window": 8},
-        **{"laurel_rank": 8, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2},
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        vocab_size=97,
+        vocab_size_per_layer_input=97,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        sliding_window=8,
+        laurel_rank=8,
+        hidden_size_per_layer_input=8,
+        altup_num_inputs=2,
         activation_sparsity_pattern=[0.0] * 4,
     )
     with pytest.raises(NotImplementedError, match="shares its keys and values with other layers"):
@@ -45,11 +55,20 @@ def test_padding_beside_layers_that_reuse_keys_and_values():
     """Gemma 4 has its last layers compute the last queries only, and cuts their masks for that."""
     config = AutoConfig.for_model(
         "gemma4_text",
-        **{"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1},
-        **{"head_dim": 16, "global_head_dim": 16, "intermediate_size": 32, "vocab_size": 97},
-        **{"layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]},
-        **{"num_kv_shared_layers": 1, "sliding_window": 4, "hidden_size_per_layer_input": 0},
-        **{"pad_token_id": 0, "eos_token_id": None},
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        global_head_dim=16,
+        intermediate_size=32,
+        vocab_size=97,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "full_attention"],
+        num_kv_shared_layers=1,
+        sliding_window=4,
+        hidden_size_per_layer_input=0,
+        pad_token_id=0,
+        eos_token_id=None,
     )
     torch.manual_seed(0)
     model = hla.patch_model(AutoModelForCausalLM.from_config(config).eval(), "hedgehog", layers=[0])
@@ -67,11 +86,23 @@ def test_layers_whose_keys_an_indexer_chooses():
     """MiniMax M3 masks the other keys where it knows the attention implementation, and would see all of them."""
     config = AutoConfig.for_model(
         "minimax_m3_vl_text",
-        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"head_dim": 8, "rotary_dim": 4, "vocab_size": 97, "mlp_layer_types": ["dense", "dense"]},
-        **{"dense_intermediate_size": 32, "layer_types": ["full_attention", "minimax_m3_sparse"]},
-        **{"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2},
-        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rotary_dim=4,
+        vocab_size=97,
+        mlp_layer_types=["dense", "dense"],
+        dense_intermediate_size=32,
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        index_n_heads=2,
+        index_head_dim=8,
+        index_block_size=4,
+        index_topk_blocks=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(NotImplementedError, match=r"layers\.1\.self_attn \(MiniMaxM3VLAttention\) an indexer chooses"):
