@@ -76,7 +76,8 @@ def _add_options(
     """Add the options of a config class, and yield their dotted names. `base` has the defaults, if given."""
     hints = get_type_hints(config_class)
     for entry in (entry for entry in fields(config_class) if entry.init):
-        name, (kind, _) = f"{section}.{entry.name}".lstrip("."), without_none(hints[entry.name])
+        name = f"{section}.{entry.name}".lstrip(".")
+        kind, _ = without_none(hints[entry.name])
         default = default_of(config_class, entry.name) if base is None else getattr(base, entry.name)
         if is_dataclass(kind):
             hidden = how["brief"] and bool(entry.metadata.get("brief"))

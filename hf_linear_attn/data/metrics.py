@@ -70,7 +70,8 @@ def _correlation(name: str, predictions: np.ndarray, references: np.ndarray) -> 
     """A correlation of `scipy.stats`; NaN if scores are constant, not finite, or fewer than two."""
     from scipy import stats
 
-    predictions, references = predictions.astype(np.float64), references.astype(np.float64)
+    predictions = predictions.astype(np.float64)
+    references = references.astype(np.float64)
     finite = np.isfinite(predictions).all() and np.isfinite(references).all()
     if len(predictions) < 2 or not finite or np.ptp(predictions) == 0 or np.ptp(references) == 0:
         return math.nan
@@ -81,7 +82,8 @@ def _correlation(name: str, predictions: np.ndarray, references: np.ndarray) -> 
 
 def _mse(predictions: np.ndarray, references: np.ndarray) -> float:
     """Mean squared error; NaN if scores are not finite."""
-    predictions, references = predictions.astype(np.float64), references.astype(np.float64)
+    predictions = predictions.astype(np.float64)
+    references = references.astype(np.float64)
     return float(np.mean((predictions - references) ** 2)) if np.isfinite(predictions).all() else math.nan
 
 

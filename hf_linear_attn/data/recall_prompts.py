@@ -160,7 +160,8 @@ class PromptMaker:
             tokens += next(filler)
             ends.append(len(tokens))
         surplus = len(tokens) - capacity  # cut off at the beginning, so that the last piece is complete
-        tokens, ends = tokens[surplus:], [end - surplus for end in ends if end >= surplus]
+        tokens = tokens[surplus:]
+        ends = [end - surplus for end in ends if end >= surplus]
         tail: list[int] = []
         while len(tail) < longest:
             tail += next(filler)

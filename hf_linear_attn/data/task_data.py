@@ -334,7 +334,9 @@ def load_labelled(
     Returns the rows, their text columns, what the labels are, and the metrics of the task. Raises as `load_splits`,
     `load_task` and `encode_labels`.
     """
-    columns, label_columns, metrics = data.text_columns, data.label_column, tuple[str, ...]()
+    columns = data.text_columns
+    label_columns = data.label_column
+    metrics = tuple[str, ...]()
     if data.task is not None:
         for name in ("text_columns", "label_column"):
             if vars(data)[name] != default_of(DataConfig, name):

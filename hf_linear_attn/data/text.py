@@ -76,7 +76,8 @@ def packed_rows(tokenizer: Any, documents: Sequence[str], length: int) -> list[l
     Each row begins with what the tokenizer puts before a text, such as `<bos>`; each document ends with the
     end-of-sequence token, if there is one. Empty documents add nothing, and tokens that do not fill a row are left out.
     """
-    before, ending = special_tokens(tokenizer, documents)[0], end_tokens(tokenizer)
+    before = special_tokens(tokenizer, documents)[0]
+    ending = end_tokens(tokenizer)
     capacity = length - len(before)
     tokens: list[int] = []
     for document in documents:

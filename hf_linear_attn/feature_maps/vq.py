@@ -104,7 +104,8 @@ class VQFeatureMap(FeatureMap):
             bias = -(centres * (centres / 2 + mean)).sum(dim=1)
             largest = torch.maximum(weight.abs().max(), bias.abs().max())
             precision = torch.minimum(precision, torch.finfo(self.key_weight.dtype).max / largest)
-            self.key_weight[group], self.key_bias[group] = precision * weight, precision * bias
+            self.key_weight[group] = precision * weight
+            self.key_bias[group] = precision * bias
         self.query_bias.zero_()
 
     @torch.no_grad()

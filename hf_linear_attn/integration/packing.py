@@ -154,7 +154,8 @@ def check_exact_packing(model: nn.Module, inputs: dict[str, Any]) -> None:
 
     Of those that call no flash attention, only models that make masks by their positions keep documents apart.
     """
-    packed, masked = _is_packed(inputs), inputs.get("attention_mask") is not None
+    packed = _is_packed(inputs)
+    masked = inputs.get("attention_mask") is not None
     makes_masks = not masked and any(source_guards.makes_masks_by_positions(type(part)) for part in model.modules())
     implementation = str(config_value(model, "_attn_implementation"))
     if packed and not makes_masks and "flash" not in implementation and not is_patched(model):

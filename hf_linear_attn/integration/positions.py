@@ -414,7 +414,8 @@ def rotary_frequencies(model: nn.Module, keys: Tensor, later: Tensor, distance: 
         frequencies, size = buffer.to(keys), 2 * len(buffer)
         if size > width:
             continue
-        cos, sin = (distance * frequencies).cos(), (distance * frequencies).sin()
+        cos = (distance * frequencies).cos()
+        sin = (distance * frequencies).sin()
         columns = torch.arange(size, device=keys.device)
         for pairs in (columns.view(2, -1), columns.view(-1, 2).T):  # half a width apart, side by side
             for first, second in (pairs, pairs + width - size):

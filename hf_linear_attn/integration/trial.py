@@ -102,7 +102,8 @@ def check_architecture(root: PreTrainedModel, layers: Sequence[AttentionLayer]) 
             problem = f"it cannot be tried here: {error}"
         if problem:
             first = unknown[0]
-            model, attention = type(first.models[candidates[0]]).__name__, type(first.module).__name__
+            model = type(first.models[candidates[0]]).__name__
+            attention = type(first.module).__name__
             raise NotImplementedError(
                 f"{model} with {attention} ({first.name}) is not among the architectures that were tested with "
                 f"Transformers {transformers.__version__}, and {problem.removesuffix('.')}. Give such layers "

@@ -278,7 +278,9 @@ class RecallMetric(Metric):
     def __init__(
         self, tokenizer: Any, lengths: Sequence[int], tasks: Sequence[str], *, trials: int = 8, seed: int = 0
     ) -> None:
-        self.tokenizer, self.lengths, self.tasks = tokenizer, tuple(lengths), tuple(tasks)
+        self.tokenizer = tokenizer
+        self.lengths = tuple(lengths)
+        self.tasks = tuple(tasks)
         self.trials, self.seed = trials, seed
         self.score = Score("recall", "recall", "recall", digits=2)
 

@@ -90,10 +90,8 @@ def timing_options(entry: AttentionEntry, options: Mapping[str, Any], limit: int
 
     A mechanism that is built for a largest length gets that one where its own, or the model's limit, is smaller.
     """
-    largest, is_sized = (
-        options.get("max_length") or limit,
-        any(item.name == "max_length" for item in fields(entry.options)),
-    )
+    largest = options.get("max_length") or limit
+    is_sized = any(item.name == "max_length" for item in fields(entry.options))
     is_too_small = is_sized and (largest is None or length > largest)
     return {**options, "max_length": length} if is_too_small else dict(options)
 

@@ -60,7 +60,8 @@ class TokenLoss(Metric):
     def _rows(self, model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for each row, the loss of each of its tokens, and whether the token is predicted."""
         for batch in self.batches:
-            logits, labels = model(**model_inputs(model, batch)).logits, batch["labels"].to(model.device)
+            logits = model(**model_inputs(model, batch)).logits
+            labels = batch["labels"].to(model.device)
             if self.predicts_next:
                 logits, labels = logits[:, :-1], labels[:, 1:]
             for row, expected in zip(logits, labels, strict=True):  # all rows at once would take too much memory

@@ -82,7 +82,8 @@ def causal(inputs: AttentionInputs, scale: float) -> tuple[Tensor, State]:
     query, key, value = inputs.tensors
     batch, heads, length, _ = query.shape
     if places_nodes(None, query):  # of one token, too: ONNX has no running maximum
-        rows, logits = torch.softmax(query * scale, dim=-1), mask_tokens(key * scale, inputs.mask, float("-inf"))
+        rows = torch.softmax(query * scale, dim=-1)
+        logits = mask_tokens(key * scale, inputs.mask, float("-inf"))
         values = with_ones(mask_tokens(value, inputs.mask))
         before = (None, None) if inputs.state is None else KVState.from_state(inputs.state)
         head_sizes = (*key.shape[:2], key.shape[3])

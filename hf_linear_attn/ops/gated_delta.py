@@ -90,7 +90,8 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
 
 def _node(call: GatedCall) -> tuple[Tensor, State]:
     """Place the nodes of a call: one of its sums, and one of `c`, a state of one feature."""
-    groups, values = call.key.shape[1], with_ones(mask_tokens(call.value, call.mask))
+    groups = call.key.shape[1]
+    values = with_ones(mask_tokens(call.value, call.mask))
     rows = call.query_features(call.query).values
     keys = DeltaKeys(*(mask_tokens(x, call.mask) for x in call.key_features(mask_tokens(call.key, call.mask))))
     kv = None if call.state is None else KVState.from_state(call.state).total

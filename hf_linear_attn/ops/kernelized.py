@@ -104,7 +104,11 @@ def causal(call: KernelizedCall, chunk: int = CHUNK, *, normalise: bool = True) 
     `[B, H, L, e + 1]` in the dtype of sums. Time O(L·(chunk + m)·(d + e)); temporaries O(block·m). A single token is
     the recurrent step: O(m·e).
     """
-    query, key, value, state, signed = call.query, call.key, call.value, call.state, call.signed
+    query = call.query
+    key = call.key
+    value = call.value
+    state = call.state
+    signed = call.signed
     batch, heads, length, _ = query.shape
     slope = call.terms.slope
     if places_nodes(length, query) and slope is None:

@@ -182,10 +182,8 @@ def attend_with_terms(
     distance: Tensor | None,
 ) -> Tensor:
     """Return exact attention `[B, H, L, e]` in the dtype of `value`, with the weights of `weights_with_terms`."""
-    length, values = (
-        query.shape[2],
-        value.to(compute_dtype(value)).repeat_interleave(query.shape[1] // value.shape[1], 1),
-    )
+    length = query.shape[2]
+    values = value.to(compute_dtype(value)).repeat_interleave(query.shape[1] // value.shape[1], 1)
     whole = torch.compiler.is_compiling() or terms.relative is not None  # whose products with keys serve all queries
     size = length if whole else QUERY_BLOCK
     blocks = []

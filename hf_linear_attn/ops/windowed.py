@@ -97,7 +97,8 @@ def with_term_features(call: WindowedCall) -> WindowedCall:
     if call.causal or is_free(call.query.shape[2]):
         raise NotImplementedError("Disentangled attention is for encoders, and no graph of a free length has it.")
     doubled = partial(call.terms.relative.sided, window=call.window, scaling=call.scaling)
-    query_features, key_features = doubled(call.query_features, keys=False), doubled(call.key_features, keys=True)
+    query_features = doubled(call.query_features, keys=False)
+    key_features = doubled(call.key_features, keys=True)
     return call.replace(query_features=query_features, key_features=key_features)
 
 
@@ -235,7 +236,11 @@ class Gathered(NamedTuple):
 
 def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Gathered:
     """Put `window` older tokens before the new ones, and padding first, so that windows count real tokens."""
-    key, value, mask, state, window = call.key, call.value, call.mask, call.state, call.window
+    key = call.key
+    value = call.value
+    mask = call.mask
+    state = call.state
+    window = call.window
     batch, length = key.shape[0], key.shape[2]
     valid = torch.ones(batch, length, dtype=torch.bool, device=key.device) if mask is None else mask.expand(batch, -1)
     if state is None:
@@ -572,7 +577,9 @@ def _node(call: WindowedCall, valid: Tensor, *others: Tensor | None) -> Sequence
     `others` are the inputs behind `valid` of the function in `ops.onnx_functions`.
     """
     batch, heads, length, _ = call.query.shape
-    groups, terms, mix = call.key.shape[1], call.terms, call.log_mixing_weights()
+    groups = call.key.shape[1]
+    terms = call.terms
+    mix = call.log_mixing_weights()
     keys = call.key_features(call.key[:, :, :length])
     inputs = (call.query, call.key, call.value, *call.query_features(call.query), *keys, mix, valid)
     attributes = {
@@ -615,7 +622,9 @@ def windowed_causal(call: WindowedCall) -> tuple[Tensor, State]:
     if slope is not None and call.state is not None and call.mask is not None:  # whose padding comes first
         carried = carried.decayed((~call.mask).sum(dim=1, keepdim=True) * slope)
     for start in blocked.starts:
-        count, rows, keys = blocked.group_size(start), blocked.rows(start), blocked.keys(start)
+        count = blocked.group_size(start)
+        rows = blocked.rows(start)
+        keys = blocked.keys(start)
         before, carried = keys.kv_state.at(slice(0, count)).running(carried, log_decay=blocked.log_decay)
         parts.append(blocked.attend(start, rows, keys, before))
     out = blocked.join(parts)
@@ -723,12 +732,14 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     leaving = KVState.of(older, with_ones(mask_tokens(oldest_value, oldest)))
     far = KVState.from_state(state).plus(leaving.decayed(None if slope is None else -slope * call.window))
     if sinks is not None:
-        near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
+        near_key = torch.cat([near_key, sinks.key], dim=2)
+        near_value = torch.cat([near_value, sinks.value], dim=2)
         near = torch.cat([near, torch.arange(call.sinks, device=near.device) <= oldest_position], dim=1)
     near_key, near_value = near_key.to(dtype), near_value.to(dtype)
     full = query.device.type == "cpu" and not torch.compiler.is_compiling() and bool(near.all())
     if not full:
-        near_key, near_value = mask_tokens(near_key, near), mask_tokens(near_value, near)
+        near_key = mask_tokens(near_key, near)
+        near_value = mask_tokens(near_value, near)
     grouped = (batch, groups, heads // groups, -1)
     logits = (query.to(dtype) * call.scaling).reshape(grouped) @ near_key.transpose(-1, -2)
     logits = terms.capped(logits)

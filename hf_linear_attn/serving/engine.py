@@ -92,7 +92,9 @@ class Engine:
         check_argument("prefix_cache_mb", prefix_cache_mb, int, least=0)
         _check_served(model, tokenizer)
         self.model, self.tokenizer = model, tokenizer
-        self.max_batch, self.max_queue, self.chunk_length = max_batch, max_queue, chunk_length
+        self.max_batch = max_batch
+        self.max_queue = max_queue
+        self.chunk_length = chunk_length
         limit = length_limit(model)
         self.max_length = min((n for n in (max_length, limit) if n is not None), default=None)
         self.prefixes = PrefixStore(model, prefix_cache_mb * MEGABYTE, None if prefix_dir is None else Path(prefix_dir))
@@ -105,7 +107,8 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._reading: _Reading | None = None
         parameters = inspect.signature(model.forward).parameters
-        self._takes_positions, self._origin = "position_ids" in parameters, first_position(model)
+        self._takes_positions = "position_ids" in parameters
+        self._origin = first_position(model)
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._border_tokens = end_tokens(model.generation_config) | {tokenizer.eos_token_id}
         self._closing, self._logged = False, (time.monotonic(), 0)

@@ -42,7 +42,9 @@ class Request:
         listener: Listener | None = None,
         skip_special_tokens: bool = True,
     ) -> None:
-        self.prompt, self.tokens, self.max_new_tokens = list(prompt), list(prompt), max_new_tokens
+        self.prompt = list(prompt)
+        self.tokens = list(prompt)
+        self.max_new_tokens = max_new_tokens
         self.sampler = Sampler(config, seed)
         self.end_tokens = end_tokens(config)
         self.text, self.cached = "", 0
@@ -54,7 +56,8 @@ class Request:
         self._stops = [stops] if isinstance(stops, str) else list(stops)
         if not all(isinstance(stop, str) and stop for stop in self._stops):
             raise ValueError(f"stop_strings must be texts of at least one character, got {self._stops!r}.")
-        self._decoder, self._tokenizer = DecodeStream([], skip_special_tokens), tokenizer
+        self._decoder = DecodeStream([], skip_special_tokens)
+        self._tokenizer = tokenizer
         self._pending = ""
 
     @property

@@ -367,8 +367,11 @@ def metrics(engine: Engine) -> str:
 def build_app(engine: Engine, name: str, config: ServeConfig) -> Gate:
     """Return the ASGI application that serves an engine under the name of its model."""
     manager = EngineManager(engine)
-    models, state = OneModel(name, engine.model, engine.tokenizer), EngineState(manager)
-    chat, text, answer = ChatHandler(models, state), TextHandler(models, state), AnswerHandler(models, state)
+    models = OneModel(name, engine.model, engine.tokenizer)
+    state = EngineState(manager)
+    chat = ChatHandler(models, state)
+    text = TextHandler(models, state)
+    answer = AnswerHandler(models, state)
     for handler in (chat, text, answer):
         handler.max_new_tokens = config.max_new_tokens
     closed: Any = None  # the handlers of routes that are not served

@@ -108,7 +108,9 @@ class Budget:
             match = re.fullmatch(_NUMBER + pattern, text, re.IGNORECASE)
             if match is None:
                 continue
-            parts, unit, cost = match.groupdict(), units.get(pattern), _COSTS.get(pattern, "")
+            parts = match.groupdict()
+            unit = units.get(pattern)
+            cost = _COSTS.get(pattern, "")
             limit = float(parts["limit"])
             length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
             name = cost if unit is None else unit.name

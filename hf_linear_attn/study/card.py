@@ -114,13 +114,15 @@ def comparison(result: ConversionResult) -> str:
 
 def inconclusive(result: ConversionResult) -> str:
     """Return why the data cannot measure attention; empty if they can."""
-    exact_inputs, longest = result.model.beyond_exact, result.final.get("longest_input")
+    exact_inputs = result.model.beyond_exact
+    longest = result.final.get("longest_input")
     if exact_inputs and longest is not None and longest <= exact_inputs["exact_length"]:
         limit = f"No held-out input has more than the {exact_inputs['exact_length']:,} tokens that are exact"
         remedy = "Give longer inputs, or narrow what is exact (--options.window_size or --options.block_size)."
         return f"{limit}, so nothing can be said about linear attention. {remedy}"
     metric, constant = result.score.metric, result.score.constant_answer
-    teacher, without = result.scores.teacher or {}, result.scores.without_attention or {}
+    teacher = result.scores.teacher or {}
+    without = result.scores.without_attention or {}
     value = teacher.get(metric)
     if value is None or (constant is None and metric not in without):
         return ""
@@ -169,7 +171,8 @@ def budget_lines(result: ConversionResult) -> list[str]:
     text = result.config.get("budget")
     if not text or result.choice is None:
         return []
-    budget, lines = Budget.parse(text), [f"For {text}: {result.choice.reason}."]
+    budget = Budget.parse(text)
+    lines = [f"For {text}: {result.choice.reason}."]
     value, measured = met_by(budget, result)
     if measured:
         relation = "within" if budget.is_met(value) else "beyond"
@@ -232,7 +235,8 @@ def speed_table(result: ConversionResult) -> list[str]:
         return []
     rows = []
     for length, exact, linear in zip(speed.lengths, speed.teacher, speed.student, strict=True):
-        ratio, (low, high) = linear["speedup"], (linear["speedup_p20"], linear["speedup_p80"])
+        ratio = linear["speedup"]
+        low, high = linear["speedup_p20"], linear["speedup_p80"]
         text = f"{ratio:.2f}" if is_measurable(low, high) else NOT_MEASURABLE
         row = {"tokens": f"{length:,}"}
         row |= {

@@ -89,7 +89,8 @@ def find_checkpoints(converted: Sequence[str], baseline: Sequence[str], exact_co
 def check_same_shape(folder: str, config: Any, exact_config: Any) -> None:
     """Raise a ValueError if a checkpoint does not have the shape of the exact model."""
     for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
-        value, expected = getattr(config, name, None), getattr(exact_config, name, None)
+        value = getattr(config, name, None)
+        expected = getattr(exact_config, name, None)
         if value != expected:
             raise ValueError(f"{folder!r} was not made from this model: its {name} is {value!r}, not {expected!r}.")
 

@@ -113,7 +113,8 @@ def _measure_choices(
             # What varies more from round to round than it differs from 1 is no speedup.
             is_known = is_measurable(timed["speedup_p20"], timed["speedup_p80"])
             return float(timed["speedup"]) if is_known else min(float(timed["speedup"]), 1.0)
-        student, name = with_learned_parts(teacher, plan, fitted()), f"{share:.0%} exact heads"
+        student = with_learned_parts(teacher, plan, fitted())
+        name = f"{share:.0%} exact heads"
         is_recall = budget.unit.name == "recall"
         measured = partial(run.measure_recall, length=budget.length) if is_recall else run.measure
         return budget.unit.damage(measured("teacher", teacher), measured(name, student), run.metric.score.metric)
@@ -125,7 +126,8 @@ def with_learned_parts(exact: PreTrainedModel, plan: Mapping[str, Any], patched:
     """Return the exact model patched by a plan, with the learned parts of the same mechanisms in all heads."""
     model = patch_model(shared_copy(exact), plan)
     for layer, other in zip(self_attention(model), self_attention(patched), strict=True):
-        mechanism, learned = mechanism_of(layer.module), mechanism_of(other.module)
+        mechanism = mechanism_of(layer.module)
+        learned = mechanism_of(other.module)
         if isinstance(mechanism, HeadMixture):
             mechanism.load_heads(learned)
         elif mechanism is not None and not isinstance(mechanism, SoftmaxAttention):  # which has learned nothing

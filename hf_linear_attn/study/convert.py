@@ -359,7 +359,8 @@ def _close_harmful_parts(
 
 def _other_text(run: TrainingRun, length: int) -> list[Batch]:
     """Return text of another kind than that of the training: a row for a decoder, passages for an encoder."""
-    documents, causal = standard_library_documents()[:OTHER_DOCUMENTS], run.config.task_type == "causal-lm"
+    documents = standard_library_documents()[:OTHER_DOCUMENTS]
+    causal = run.config.task_type == "causal-lm"
     # The loss of a passage's embedding is one number, that of a decoder's row one for each token.
     count = 1 if causal else SELECTION_TOKENS // length
     rows = text_rows(run.data.tokenizer, documents, length, max(count, 1), causal=causal)
@@ -383,7 +384,8 @@ def _transfer(
         run.progress.log(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
     # At least one row, which is trained on as well if it is the only one.
     count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
-    train, validation = rows.select(range(max(len(rows) - count, 1))), rows.select(range(len(rows) - count, len(rows)))
+    train = rows.select(range(max(len(rows) - count, 1)))
+    validation = rows.select(range(len(rows) - count, len(rows)))
     before = _copies(student, is_learned)
     student = run.learned("transfer", student, partial(run.transfer, student, train, validation), is_learned)
     run.measure("transferred", student)

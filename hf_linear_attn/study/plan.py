@@ -94,7 +94,8 @@ def plan(config: PlanConfig | None = None, *, console: Console | None = None, **
         "distill": DistillConfig(num_train_epochs=0.0),
     }
     measured = execute(ConvertConfig(**vars(config), **untrained, report_to=()), console, "plan", _measure)
-    result, folder = PlanResult(Budget.parse(config.budget), measured), Path(config.output)
+    result = PlanResult(Budget.parse(config.budget), measured)
+    folder = Path(config.output)
     if result.plan is None:
         (folder / PLAN).unlink(missing_ok=True)
     else:

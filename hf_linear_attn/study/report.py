@@ -155,7 +155,9 @@ def _speed_table(evaluation: Evaluation, measurement: str, metric: str, size: in
 
 def method(evaluation: Evaluation) -> dict[str, str]:
     """Return how it was measured: what the inputs were, the settings, the machine, the versions."""
-    data, settings, environment = evaluation.data, evaluation.settings, evaluation.environment
+    data = evaluation.data
+    settings = evaluation.settings
+    environment = evaluation.environment
     hardware = environment["hardware"]
     held_out = f"{data['sequences']:,} held-out inputs of {data['tokens']:,} tokens (longest {data['longest']:,})"
     lines = {"data": f"{data['source']}: {data['rows']}; {held_out}"}
@@ -216,12 +218,14 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     means: list[float] = []
     for label in evaluation.labels:
         measured = [evaluation.quality(score, label, before=before) for before in (True, False)]
-        points, times = [point.mean for point in measured if point is not None], evaluation.times(FORWARD, label)
+        points = [point.mean for point in measured if point is not None]
+        times = evaluation.times(FORWARD, label)
         if not points or length not in times:
             continue
         style = {**_style(evaluation, label), "linestyle": "none", "markersize": 9}
         style["marker"] = style["marker"] or "x"
-        speedup, spread = times[length]["speedup"], [times[length][name] for name in ("speedup_p20", "speedup_p80")]
+        speedup = times[length]["speedup"]
+        spread = [times[length][name] for name in ("speedup_p20", "speedup_p80")]
         axes.plot([speedup] * len(points), points, color=style["color"], linewidth=1.0, alpha=0.7)
         axes.plot(spread, [points[-1]] * 2, color=style["color"], linewidth=1.0, alpha=0.7)
         axes.plot([speedup] * (len(points) - 1), points[:-1], **style, markerfacecolor="white")
@@ -251,7 +255,8 @@ def _curves(evaluation: Evaluation, panels: Sequence[Any]) -> Any:
             style = _style(evaluation, label)
             if len(times) == 1:
                 style = {**style, "marker": style["marker"] or "x"}  # no line would show it
-            lengths, numbers = [length for length, _ in times], [values[metric] for _, values in times]
+            lengths = [length for length, _ in times]
+            numbers = [values[metric] for _, values in times]
             axes.plot(lengths, numbers, label=_name(evaluation, label), markersize=5, **style)
             if metric in ("seconds", "speedup"):
                 prefix = "speedup_" if metric == "speedup" else ""

@@ -169,7 +169,8 @@ class Evaluation:
 
     def nearest_length(self, measurement: str = FORWARD) -> int | None:
         """Return the timed length that is nearest to that of the inputs, `data.max_length`; else the longest one."""
-        lengths, longest = self.lengths(measurement), self.settings["data"]["max_length"]
+        lengths = self.lengths(measurement)
+        longest = self.settings["data"]["max_length"]
         if longest is None or not lengths:
             return max(lengths, default=None)
         return min(lengths, key=lambda length: abs(length - longest))
@@ -205,7 +206,8 @@ class Evaluation:
         converted = self.states[label] == "converted"
         controls = [name for name, state in self.states.items() if converted and state == "tuned"]
         tuned = self.quality(score, controls[0]) if controls else None
-        value, reference = self.quality(score, label), tuned or self.quality(score, EXACT_LABEL)
+        value = self.quality(score, label)
+        reference = tuned or self.quality(score, EXACT_LABEL)
         if value is None or reference is None:
             return None
         floor = self.quality(score, WITHOUT_ATTENTION)
@@ -227,7 +229,8 @@ class Evaluation:
     def _conclusion(self, label: str) -> Conclusion:
         parts, speedup = [], None
         if self.length is not None:
-            speedup, measurable = self.speedup(label, self.length), self.is_measurable(label, self.length)
+            speedup = self.speedup(label, self.length)
+            measurable = self.is_measurable(label, self.length)
             parts += [] if speedup is None else [f"{_speed_text(speedup, measurable)} at {self.length:,} tokens"]
             speedup = speedup if measurable else None
         compared = [self.compare(label, score) for score in self.scores]
@@ -254,7 +257,8 @@ class Evaluation:
             floor = None if comparison is None else comparison.assessment.floor
             if comparison is not None and floor is not None and not comparison.assessment.valid:
                 assessment = comparison.assessment
-                value, lowest = fixed(comparison.reference.mean, score.digits), fixed(floor, score.digits)
+                value = fixed(comparison.reference.mean, score.digits)
+                lowest = fixed(floor, score.digits)
                 reference = "the control" if comparison.control else "the exact model"
                 problem = f"{reference} ({value}) is not clearly better than {assessment.floor_name} ({lowest})"
                 lines.append(f"{score.title}: these data cannot measure attention: {problem}. No conclusion is drawn.")
@@ -302,7 +306,8 @@ class Evaluation:
             names = [score.metric] if score in FIDELITY else self._numbers(score)
             for name in names:
                 number = Score(score.measurement, name, name, digits=score.digits)
-                before, after = self.quality(number, label, before=True), self.quality(number, label)
+                before = self.quality(number, label, before=True)
+                after = self.quality(number, label)
                 start = "" if before is None else f"{fixed(before.mean, score.digits)} → "
                 title = score.title if name == score.metric else name.replace("_", " ")
                 row[title] = "–" if after is None else f"{start}{after.text(score.digits)}"

@@ -63,7 +63,10 @@ class StageLog(TrainerCallback):
         steps: int = 0,
         save_steps: int = 0,
     ) -> None:
-        self.stage, self.progress, self.steps, self.save_steps = stage, progress or Progress(), steps, save_steps
+        self.stage = stage
+        self.progress = progress or Progress()
+        self.steps = steps
+        self.save_steps = save_steps
         self.file = None if path is None else JsonLinesFile(path)  # None: another process writes it
 
     def begin(self, step: int) -> None:

@@ -166,7 +166,8 @@ class Records:
 
     def _read(self, path: Path) -> None:
         for number, line in enumerate(JsonLinesFile(path).read(), start=1):
-            location, version = f"{str(path)!r}, line {number}", line.get("format_version")
+            location = f"{str(path)!r}, line {number}"
+            version = line.get("format_version")
             if version != RECORDS_VERSION:
                 problem = f"has format version {version!r}; hf-linear-attn reads version {RECORDS_VERSION}"
                 remedy = "Choose another folder, or use the release that wrote it."

@@ -125,7 +125,8 @@ def reason_to_skip(
         powers = {label: 2 if label == EXACT_LABEL and metric in quadratic else 1 for label in measured}
         return [(numbers.get(metric) or 0.0) * growth ** powers[label] for label, numbers in measured.items()]
 
-    needed, free = max(expected("peak_memory"), default=0.0) + sum(expected("cache_bytes")), free_memory(device)
+    needed = max(expected("peak_memory"), default=0.0) + sum(expected("cache_bytes"))
+    free = free_memory(device)
     if free is not None and needed > MEMORY_SHARE * free:
         return f"it would need about {format_bytes(needed)}, and {format_bytes(free)} are free"
     duration = (1 + MIN_ROUNDS) * sum(expected("seconds"))

@@ -130,7 +130,8 @@ class MechanismStages:
         Of a mechanism that learns nothing there is one stage.
         """
         entry, seed = ATTENTIONS.get(self.name), self.seed
-        options, trains = seed_options(entry, seed), entry.learned and self.steps > 0
+        options = seed_options(entry, seed)
+        trains = entry.learned and self.steps > 0
         if not trains and not options and not is_first:
             return []
         settings = {"order": seed} if entry.learned else {}

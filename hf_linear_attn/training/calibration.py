@@ -334,7 +334,8 @@ class _Layer:
         """Keep the keys that a query weighs by the map, and the queries."""
         outside = self._outside(call).any(dim=1)
         for row, (queries, keys) in enumerate(zip(outside.any(dim=2), outside.any(dim=1), strict=True)):
-            key, query = self._heads(call.key[row : row + 1])[0], self._heads(call.query[row : row + 1])[0]
+            key = self._heads(call.key[row : row + 1])[0]
+            query = self._heads(call.query[row : row + 1])[0]
             self.keys.append(key[:, keys].float())
             self.queries.append(query[:, queries].float().reshape(len(key), -1, query.shape[-1]))
             self.importance.append(self._importance(call, row)[:, keys])
@@ -479,5 +480,6 @@ def _shift(logits: Tensor, exact: Tensor) -> Tensor:
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         above = (logits + middle.unsqueeze(1)).sigmoid().mean(dim=1) > expected
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        low = torch.where(above, low, middle)
+        high = torch.where(above, middle, high)
     return torch.where(logits.isinf().all(dim=1), 0.0, (low + high) / 2)

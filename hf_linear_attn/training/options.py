@@ -319,7 +319,8 @@ class ConvertConfig(TrainingRunConfig):
     def completed(self) -> Self:
         """Return these options with the task type, timed lengths and training (a budget's) that they leave open."""
         training = USUAL_TRAINING if self.budget is None else BUDGET_TRAINING[self.resolved_task_type]
-        transfer, distill = _filled_in(self.transfer, training[0]), _filled_in(self.distill, training[1])
+        transfer = _filled_in(self.transfer, training[0])
+        distill = _filled_in(self.distill, training[1])
         if self.resolved_task_type == "seq2seq-lm":  # whose encoder and decoder have states of different lengths
             distill = replace(distill, hidden_weight=0.0)
         return replace(super().completed(), transfer=transfer, distill=distill)

@@ -88,7 +88,8 @@ class TransferResult:
         if self.losses:
             rows.append(("training loss, first and last step", f"{self.losses[0]:.4g} → {self.losses[-1]:.4g}"))
         if self.evaluations:
-            (_, first), best = self.evaluations[0], dict(self.evaluations)[self.best_step or 0]
+            _, first = self.evaluations[0]
+            best = dict(self.evaluations)[self.best_step or 0]
             rows.append(("validation loss, before and best", f"{first:.4g} → {best:.4g} (step {self.best_step})"))
         return rows
 
@@ -325,7 +326,9 @@ class _Run:
         return patience is not None and sum(step > best for step, _ in self.result.evaluations) >= patience
 
     def _save_if_due(self, checkpoint: Path, watch: SignalWatch) -> None:
-        step, steps, every = self.result.steps, self.options.max_steps, self.options.save_steps
+        step = self.result.steps
+        steps = self.options.max_steps
+        every = self.options.save_steps
         number = watch.received_anywhere(self.parameters[0].device)
         ends = step == steps or self._is_out_of_patience()
         if number is not None or ends or (every and step % every == 0):

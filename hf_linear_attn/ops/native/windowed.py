@@ -45,7 +45,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     sinks, first = first_tokens(call) if call.causal else (None, {})
     tokens = call.replace(log_mix=log_mix)
     if call.causal and (mask is not None or call.state is not None):
-        (tokens, valid, query_index, ring) = gather_tokens(call, log_mix)
+        tokens, valid, query_index, ring = gather_tokens(call, log_mix)
         mask = None
     inputs = {"query": tokens.query, "key": tokens.key, "value": tokens.value, "mix": tokens.log_mixing_weights()}
     if valid is not None:
