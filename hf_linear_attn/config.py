@@ -322,7 +322,9 @@ def _read(text: str, kind: str) -> Any:
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys) if kind == "JSON" else yaml.load(text, Loader)
+        if kind == "JSON":
+            return json.loads(text, object_pairs_hook=_unique_keys)
+        return yaml.load(text, Loader)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"the file is not {kind} ({' '.join(str(error).split())}).") from error
 

@@ -84,7 +84,9 @@ def _mse(predictions: np.ndarray, references: np.ndarray) -> float:
     """Mean squared error; NaN if scores are not finite."""
     predictions = predictions.astype(np.float64)
     references = references.astype(np.float64)
-    return float(np.mean((predictions - references) ** 2)) if np.isfinite(predictions).all() else math.nan
+    if np.isfinite(predictions).all():
+        return float(np.mean((predictions - references) ** 2))
+    return math.nan
 
 
 METRICS: Registry[MetricEntry] = Registry("metric")
@@ -119,7 +121,9 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
 
 def higher_is_better(name: str) -> bool:
     """Return whether more of a metric is better."""
-    return METRICS.get(name).higher_is_better if name in METRICS else not name.startswith(f"{HUB_PREFIX}-")
+    if name in METRICS:
+        return METRICS.get(name).higher_is_better
+    return not name.startswith(f"{HUB_PREFIX}-")
 
 
 def check_metrics(names: Sequence[str], problem: Problem) -> None:

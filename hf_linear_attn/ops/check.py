@@ -75,7 +75,9 @@ def case_of(call: CheckedCall) -> Case:
         for fused in call.fused
     )
     case = Case(maps, query.dtype, query.device, query.shape[3], call.value.shape[3], call.causal, call.needs_grad())
-    return case._replace(window=call.window, sinks=call.sinks) if isinstance(call, WindowedCall) else case
+    if isinstance(call, WindowedCall):
+        return case._replace(window=call.window, sinks=call.sinks)
+    return case
 
 
 def compare(run: Run, case: Case, fused: tuple[FusedMap, FusedMap]) -> str | None:

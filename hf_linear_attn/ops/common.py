@@ -82,9 +82,9 @@ class Features(NamedTuple):
 
     def scaled(self) -> Features:
         """Return features with a log scale: zero where there was none."""
-        return (
-            self if self.log_scale is not None else Features(self.values, self.values.new_zeros(self.values.shape[:-1]))
-        )
+        if self.log_scale is not None:
+            return self
+        return Features(self.values, self.values.new_zeros(self.values.shape[:-1]))
 
 
 class KVState(NamedTuple):
@@ -124,9 +124,9 @@ class KVState(NamedTuple):
 
     def decayed(self, log_decay: Tensor | None) -> KVState:
         """Multiply sums that have a log scale by `exp(log_decay)`; None: as they are."""
-        return (
-            self if log_decay is None or self.log_scale is None else self._replace(log_scale=self.log_scale + log_decay)
-        )
+        if log_decay is None or self.log_scale is None:
+            return self
+        return self._replace(log_scale=self.log_scale + log_decay)
 
     def plus(self, other: KVState) -> KVState:
         """Add two sums, relative to the larger of their scales."""

@@ -146,7 +146,9 @@ def attend_from_sinks(out: Tensor, call: WindowedCall, sinks: Sinks | None) -> T
     # A token that stands twice gets its gradient once.
     exact = torch.where(repeated(sinks.position)[:, None, :, None], exact.detach(), exact)
     index = sinks.position[:, None, :, None].expand(exact.shape)
-    return out.scatter(2, index, exact) if out.requires_grad or exact.requires_grad else out.scatter_(2, index, exact)
+    if out.requires_grad or exact.requires_grad:
+        return out.scatter(2, index, exact)
+    return out.scatter_(2, index, exact)
 
 
 def sink_pairs(allowed: Tensor, sinks: int, causal: bool, start: int | None = None) -> Tensor:

@@ -70,4 +70,6 @@ class Comparison:
             return f"{title} {self.quality.text(self.score.digits)}"
         if self.better:
             return f"{title}: {self.retained}"
-        return f"keeps {self.retained} of {title}" if self.score.greater_is_better else f"{title} {self.retained}"
+        if self.score.greater_is_better:
+            return f"keeps {self.retained} of {title}"
+        return f"{title} {self.retained}"

@@ -130,4 +130,6 @@ def reason_to_skip(
     if free is not None and needed > MEMORY_SHARE * free:
         return f"it would need about {format_bytes(needed)}, and {format_bytes(free)} are free"
     duration = (1 + MIN_ROUNDS) * sum(expected("seconds"))
-    return f"it would take about {duration:.0f} s" if duration > max(15 * seconds, LONGEST_WAIT) else None
+    if duration > max(15 * seconds, LONGEST_WAIT):
+        return f"it would take about {duration:.0f} s"
+    return None

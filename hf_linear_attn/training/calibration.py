@@ -296,12 +296,16 @@ class _Layer:
 
     def _heads(self, tensor: Tensor) -> Tensor:
         """Return the heads of `[B, H | G, L, x]` that are not exact."""
-        return self.mechanism.linear_heads(tensor) if isinstance(self.mechanism, HeadMixture) else tensor
+        if isinstance(self.mechanism, HeadMixture):
+            return self.mechanism.linear_heads(tensor)
+        return tensor
 
     def _inputs(self, call: AttentionCall) -> AttentionInputs:
         """Return the inputs of the heads that are not exact."""
         inputs = call.inputs()
-        return self.mechanism.linear_inputs(inputs) if isinstance(self.mechanism, HeadMixture) else inputs
+        if isinstance(self.mechanism, HeadMixture):
+            return self.mechanism.linear_inputs(inputs)
+        return inputs
 
     def _outside(self, call: AttentionCall) -> Tensor:
         """Return which keys the feature map weighs, `[B, H, L, S]`; none for the queries of padding."""

@@ -374,7 +374,9 @@ class ResumableTrainer(Trainer):
         return super()._determine_best_metric(metrics, trial) or self.control.should_save
 
     def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._partial_folder is None else str(self._partial_folder)
+        if self._partial_folder is None:
+            return super()._get_output_dir(trial)
+        return str(self._partial_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial))

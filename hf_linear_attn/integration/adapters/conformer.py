@@ -129,7 +129,9 @@ class _Wav2Vec2(OutsideAdapter):
         return module.position_embeddings_type in ("relative", "relative_key")
 
     def bias_reach(self, module: Any) -> int:
-        return LEAST_WINDOW if self.endless_positions(module) else max(LEAST_WINDOW, _last_distance(module))
+        if self.endless_positions(module):
+            return LEAST_WINDOW
+        return max(LEAST_WINDOW, _last_distance(module))
 
     def endless_positions(self, module: Any) -> bool:
         return module.position_embeddings_type == "relative"
