@@ -246,7 +246,8 @@ def read_context(model: PreTrainedModel, ids: Sequence[int], rivals: Sequence[st
     extra = {"layer_type": "full_attention"} if typed else {}
 
     def score(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        cached, hidden = cache.layers[layer.layer_idx], kwargs.get("hidden_states", args[0] if args else None)
+        cached = cache.layers[layer.layer_idx]
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
         if cached.is_sliding:
             return
         rotary = lambda positions: base.rotary_emb(hidden, positions[None], **extra)  # noqa: E731
@@ -268,7 +269,9 @@ class Reader:
     """Goes on from a copy of a context."""
 
     def __init__(self, model: PreTrainedModel, context: Context) -> None:
-        self.model, self.cache, self.position = model, copy.deepcopy(context.cache), context.tokens
+        self.model = model
+        self.cache = copy.deepcopy(context.cache)
+        self.position = context.tokens
         sliding = {getattr(layer, "is_sliding", False) for layer in self.cache.layers}
         lengths = {layer.get_seq_length() for layer in self.cache.layers}
         # Where keys were dropped beside layers with windows, no mask of several tokens fits all layers.
@@ -317,7 +320,9 @@ class Rivals:
     """
 
     def __init__(self, config: RecipeConfig, study: Study) -> None:
-        self.config, self.study, self.folder = config, study, Path(str(config.output))
+        self.config = config
+        self.study = study
+        self.folder = Path(str(config.output))
         source, self.name = resolve_model(config.model)
         self.exact = load_checkpoint(source, AutoModelForCausalLM, dtype=torch.float32)[0].eval()
         self.tokenizer = read_tokenizer(source, None, remedy="Give a model with its tokenizer.")
@@ -554,7 +559,8 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    argv, description = sys.argv[1:] if arguments is None else arguments, str(__doc__).split("\n\n", 1)[0]
+    argv = sys.argv[1:] if arguments is None else arguments
+    description = str(__doc__).split("\n\n", 1)[0]
     config = parse_config(RecipeConfig, argv, program="rivals.py", description=description)
     torch.set_num_threads(config.threads)
     with open_study(config.output, "rivals", to_dict(config), resume=True) as study:

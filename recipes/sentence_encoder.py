@@ -88,7 +88,8 @@ def search(
     exact: PreTrainedModel, converted: PreTrainedModel, text: str, tokenizer: Any, config: RecipeConfig
 ) -> list[dict[str, Any]]:
     """The share of questions whose document comes first (recall@1), for each way to embed documents."""
-    ids, (before, after) = encode_text(tokenizer, text), special_tokens(tokenizer, [text[:1000]])
+    ids = encode_text(tokenizer, text)
+    before, after = special_tokens(tokenizer, [text[:1000]])
     size = config.document_length - len(before) - len(after)
     starts = evenly_spread(range(0, len(ids) - size + 1, size), config.documents)
     documents = [ids[start : start + size] for start in starts]
@@ -223,7 +224,8 @@ def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    argv, description = with_default_config(arguments, CONFIG), str(__doc__).split("\n\n", 1)[0]
+    argv = with_default_config(arguments, CONFIG)
+    description = str(__doc__).split("\n\n", 1)[0]
     run(parse_config(RecipeConfig, argv, program="sentence_encoder.py", description=description))
 
 

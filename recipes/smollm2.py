@@ -205,7 +205,8 @@ class Variants:
         changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0, "control": False}
         changes |= {"output": str(folder), "resume": folder.exists()}
         if variant != CONTROL:
-            path, plan = self.folder / "plans" / f"{variant}.json", self.plan(variant)
+            path = self.folder / "plans" / f"{variant}.json"
+            plan = self.plan(variant)
             if folder.exists() and json.loads(path.read_bytes()) != plan:
                 remedy = "Give the options of that run, or another output folder."
                 raise ValueError(f"{str(folder)!r} was trained by another plan, in {str(path)!r}. {remedy}")
@@ -296,7 +297,8 @@ def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    argv, description = with_default_config(arguments, CONFIG), str(__doc__).split("\n\n", 1)[0]
+    argv = with_default_config(arguments, CONFIG)
+    description = str(__doc__).split("\n\n", 1)[0]
     run(parse_config(RecipeConfig, argv, program="smollm2.py", description=description))
 
 

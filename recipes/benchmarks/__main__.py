@@ -59,7 +59,8 @@ def benchmark_of(name: str) -> Any:
 def parser_of(name: str) -> ArgumentParser:
     """Return the parser of a benchmark: its own options, and those of every benchmark."""
     function = benchmark_of(name)
-    program, description = f"python -m recipes.benchmarks {name}", inspect.getdoc(function)
+    program = f"python -m recipes.benchmarks {name}"
+    description = inspect.getdoc(function)
     parser = ArgumentParser(prog=program, description=description, formatter_class=HelpFormatter)
     parser.add_function_arguments(function, as_group=False)
     parser.add_argument("--output", type=str, default=f"benchmark-{name}", help="folder for records and results")
@@ -88,7 +89,9 @@ def run(name: str, options: dict[str, Any]) -> int:
     from ..tables import read_json
     from . import runner, write_tables
 
-    folder, compare, tolerance = Path(options.pop("output")), options.pop("compare"), options.pop("tolerance")
+    folder = Path(options.pop("output"))
+    compare = options.pop("compare")
+    tolerance = options.pop("tolerance")
     before = None if compare is None else read_json(Path(compare).absolute())["rows"]
     torch.set_num_threads(options.pop("threads"))
     resume = options.pop("resume")

@@ -149,7 +149,8 @@ class Setting:
 
 def measure(setting: Setting, keys: Sequence[Key], length: int, seconds: float) -> Rows:
     """Time exact attention, mechanisms and packages beside the limits."""
-    inputs, factor = setting.inputs(length), BACKWARD_FACTOR if setting.backward else 1.0
+    inputs = setting.inputs(length)
+    factor = BACKWARD_FACTOR if setting.backward else 1.0
     forms = {name: setting.form(name, length) for name, _ in keys}
     once = {name: inputs.call(form.attend, setting.backward, form.module) for name, form in forms.items()}
     calls: dict[Any, Call] = {(name, backend): workloads.on_backend(once[name], backend) for name, backend in keys}
@@ -194,7 +195,8 @@ def products(key: Tensor, value: Tensor, features: int, causal: bool) -> Call:
     chunk = min(CHUNK, length)
     mapped = torch.rand(rows, length, features, device=key.device).to(key.dtype)
     state, out = values.new_zeros(rows, features, width), torch.empty_like(values)
-    weights, inner = values.new_empty(rows, chunk, chunk), values.new_empty(rows, chunk, width)
+    weights = values.new_empty(rows, chunk, chunk)
+    inner = values.new_empty(rows, chunk, width)
 
     def bidirectional_products() -> None:
         torch.bmm(mapped.transpose(1, 2), values, out=state)
@@ -202,7 +204,8 @@ def products(key: Tensor, value: Tensor, features: int, causal: bool) -> Call:
 
     def causal_products() -> None:
         for start in range(0, length - chunk + 1, chunk):
-            mapped_chunk, value_chunk = mapped[:, start : start + chunk], values[:, start : start + chunk]
+            mapped_chunk = mapped[:, start : start + chunk]
+            value_chunk = values[:, start : start + chunk]
             torch.bmm(mapped_chunk, mapped_chunk.transpose(1, 2), out=weights)
             torch.bmm(weights, value_chunk, out=inner)
             torch.bmm(mapped_chunk, state, out=inner)
@@ -215,7 +218,8 @@ def reference_product(key: Tensor, value: Tensor) -> tuple[Call, int]:
     """Return a product of each head, `[L, d] @ [d, d]`, and its operations: the rate at which others' are counted."""
     left = key.flatten(0, 1)
     rows, length, dim = left.shape
-    right, out = torch.rand(rows, dim, dim, device=left.device).to(left.dtype), torch.empty_like(left)
+    right = torch.rand(rows, dim, dim, device=left.device).to(left.dtype)
+    out = torch.empty_like(left)
     return (lambda: torch.bmm(left, right, out=out)), 2 * rows * length * dim * dim
 
 

@@ -78,7 +78,8 @@ class Decoder:
         self.filled = 0
 
     def advance(self, tokens: Inputs, state: State | None) -> State | None:
-        qkv, scaling = (tokens.query, tokens.key, tokens.value), tokens.query.shape[3] ** -0.5
+        qkv = (tokens.query, tokens.key, tokens.value)
+        scaling = tokens.query.shape[3] ** -0.5
         return self.module(AttentionInputs(*qkv, scaling=scaling, causal=True, state=state, return_state=True))[1]
 
     @torch.no_grad()
@@ -160,8 +161,10 @@ def state_floor(query: Tensor, features: int) -> Call:
     """Return what no step can go without: `S += φ(k) vᵀ` in place and `φ(q)ᵀ S`, in float32, with m features."""
     rows, width = query.shape[0] * query.shape[1], query.shape[3]
     options: dict[str, Any] = {"device": query.device, "dtype": torch.float32}
-    state, value = torch.zeros(rows, features, width, **options), torch.rand(rows, 1, width, **options)
-    mapped, out = torch.rand(rows, 1, features, **options), torch.empty(rows, 1, width, **options)
+    state = torch.zeros(rows, features, width, **options)
+    value = torch.rand(rows, 1, width, **options)
+    mapped = torch.rand(rows, 1, features, **options)
+    out = torch.empty(rows, 1, width, **options)
 
     def run() -> None:
         state.baddbmm_(mapped.transpose(1, 2), value)

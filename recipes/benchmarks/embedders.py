@@ -93,7 +93,8 @@ def embedders(
 
 def encode_pieces(model: Any, tokenizer: Any, text: str, size: int) -> Vectors:
     """Embed the pieces of a text by an encoder, each by itself."""
-    ids, (before, after) = encode_text(tokenizer, text), special_tokens(tokenizer, [text])
+    ids = encode_text(tokenizer, text)
+    before, after = special_tokens(tokenizer, [text])
     step = size - len(before) - len(after)
     rows = [[*before, *ids[start : start + step], *after] for start in range(0, len(ids), step)]
     means = sentence_embeddings(model, padded_batches(rows, PIECES_AT_ONCE, pad_token(tokenizer)))

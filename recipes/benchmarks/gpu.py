@@ -167,7 +167,8 @@ def _compare(name: str, setting: Setting) -> Rows:
 
 def _results(module: LinearAttention, inputs: Inputs, mask: Tensor, causal: bool) -> dict[str, Tensor]:
     """Return the output, the gradients of q, k, v in one row, and (causal) the output of one decoded token."""
-    tensors, scaling = (inputs.query, inputs.key, inputs.value), inputs.query.shape[3] ** -0.5
+    tensors = (inputs.query, inputs.key, inputs.value)
+    scaling = inputs.query.shape[3] ** -0.5
     call = partial(AttentionInputs, scaling=scaling, causal=causal)
     leaves = [tensor[:, :, :-1].detach().clone().requires_grad_() for tensor in tensors]
     out = module(call(*leaves, mask=mask[:, :-1]))[0]

@@ -133,7 +133,9 @@ def write_proteins(source: Path, folder: Path, short_length: int, scored: int) -
 
 def _trained_and_scored(options: Options, name: str, folder: Path, length: int, in_pieces: bool) -> Rows:
     """Train at a length, unless that model is there already, and score."""
-    seed_folder, layers, slug = folder / f"seed{options['seed']}", VARIANTS[name], name.replace(" + ", "-")
+    seed_folder = folder / f"seed{options['seed']}"
+    layers = VARIANTS[name]
+    slug = name.replace(" + ", "-")
     plan, out, data = None, seed_folder / f"{slug}-{length}", options["data"]
     if layers is not None:
         plan = str(seed_folder / f"{slug}-plan.json")
@@ -160,7 +162,8 @@ def score(model: Any, folder: Path, length: int, in_pieces: bool, bf16: bool) ->
     The score of a protein is the largest of its pieces: one segment is enough for "membrane", which comes first by its
     name.
     """
-    tokenizer, rows = AutoTokenizer.from_pretrained(folder / "tokenizer"), pd.read_csv(folder / "scored.csv")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    rows = pd.read_csv(folder / "scored.csv")
     labels = (rows["label"] == model.config.id2label[0]).to_numpy()
     encode = encode_pieces if in_pieces else encode_cut
     pieces = [encode(tokenizer, text, length) for text in rows["text"]]
@@ -234,7 +237,8 @@ def costs(
         rounds: Rounds of timing.
     """
     folder, bf16 = Path(work), read_options(config)["bf16"]
-    tokenizer, rows = AutoTokenizer.from_pretrained(folder / "tokenizer"), pd.read_csv(folder / "scored.csv")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    rows = pd.read_csv(folder / "scored.csv")
     texts = [*rows[rows["length"] > LONG]["text"]]
     random.Random(0).shuffle(texts)
     path = folder / "seed0" / f"{EXACT}-short" / "model"

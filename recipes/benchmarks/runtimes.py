@@ -274,7 +274,8 @@ class LlamaCpp(Runner):
         path = str(Path(source) / options["gguf_file"])
         if dtype == "float32":
             parameters = llama_cpp.llama_model_quantize_default_params()
-            parameters.ftype, parameters.allow_requantize = llama_cpp.LLAMA_FTYPE_ALL_F32, True
+            parameters.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
+            parameters.allow_requantize = True
             source, path = path, str(Path(folder) / "float32.gguf")
             if llama_cpp.llama_model_quantize(source.encode(), path.encode(), parameters):
                 raise RuntimeError(f"llama.cpp could not write {source} in float32.")

@@ -354,7 +354,9 @@ def _draw_request(draw: random.Random, index: int, longest: int) -> dict[str, An
 def _options(request: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a request for the engine."""
     options: dict[str, Any] = {"max_new_tokens": request["tokens"], "do_sample": request["kind"] == "seed"}
-    return {**options, "temperature": 0.8, "seed": request["index"]} if options["do_sample"] else options
+    if options["do_sample"]:
+        return {**options, "temperature": 0.8, "seed": request["index"]}
+    return options
 
 
 def _ask(client: OpenAI, address: str, request: dict[str, Any]) -> str | None:

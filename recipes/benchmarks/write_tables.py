@@ -51,6 +51,10 @@ class Results:
         data = read_json(path)
         return cls(data["settings"], machine_of(data["environment"]), pd.json_normalize(data["rows"]))
 
+    def captioned(self, table: pd.DataFrame, text_columns: int = 1) -> str:
+        """Return a table of these rows below the machine."""
+        return f"{self.machine}.\n\n{to_markdown(table, text_columns=text_columns)}"
+
 
 def machine_of(environment: dict[str, Any]) -> str:
     """Return processor, threads, torch version, and the load average at the start, where it is known."""
@@ -112,7 +116,8 @@ def attention_tables() -> str:
     results = Results.read("attention.json.gz")
     parts = [f"{results.machine}. The row sdpa shows times. Crossover: from this length on faster than sdpa."]
     for direction, rows in _with_backend(_forward(results.rows)).groupby("direction", sort=False):
-        seconds, speedups = rows["seconds.median"].map(format_seconds), rows["speedup.median"].map(times)
+        seconds = rows["seconds.median"].map(format_seconds)
+        speedups = rows["speedup.median"].map(times)
         table = grid(speedups.mask(rows[""] == SDPA, seconds), rows, [""], "length")
         table["crossover"] = table[""].map(rows.groupby("").apply(faster_from, include_groups=False))
         parts += [f"**Speedup over sdpa: {direction}, float32, forward**", to_markdown(table)]
@@ -135,11 +140,13 @@ def memory_tables() -> str:
 
 def speed_table(lengths: Sequence[int] = (4096, 16384)) -> str:
     """Each mechanism on its fastest backend: speedup by length, time over limit, one decoding step; whole models."""
-    results, steps = Results.read("attention.json.gz"), Results.read("decoding.json.gz").rows
+    results = Results.read("attention.json.gz")
+    steps = Results.read("decoding.json.gz").rows
     rows, context = _forward(results.rows), steps["context"].max()
     rows = rows[rows["attention"] != SDPA]
     fastest = rows.groupby(["attention", "direction", "length"], sort=False)
-    speedups, limits = fastest["speedup.median"].max(), fastest["over_limit.median"].min()
+    speedups = fastest["speedup.median"].max()
+    limits = fastest["over_limit.median"].min()
     columns: dict[str, pd.Series] = {}
     for direction in ("bidirectional", "causal"):
         for length in lengths:
@@ -183,7 +190,7 @@ def short_inputs_table() -> str:
     speedups = grid(rows["speedup.median"].map("{:.2f}".format), rows, ["model", "pass", "length"], "attention", "{}")
     cells = speedups["window"] + speedups[FREE].map(" of {}".format, na_action="ignore").fillna("")
     table = grid(cells, speedups, ["model", "pass"], "length", "{:,} tokens")
-    return f"{results.machine}.\n\n{to_markdown(table, text_columns=2)}"
+    return results.captioned(table, text_columns=2)
 
 
 def codes_table() -> str:
@@ -197,7 +204,7 @@ def codes_table() -> str:
         speedups.assign(codes=title, cell=speedups[name] + " of " + speedups[FREE]) for name, title in ways.items()
     ]
     rows = pd.concat(parts, ignore_index=True)
-    return f"{results.machine}.\n\n{to_markdown(grid(rows['cell'], rows, ['codes', 'pass'], 'length', '{:,} tokens'))}"
+    return results.captioned(grid(rows["cell"], rows, ["codes", "pass"], "length", "{:,} tokens"))
 
 
 def tokens_table() -> str:
@@ -205,7 +212,7 @@ def tokens_table() -> str:
     results = Results.read("tokens.json")
     rows = results.rows[results.rows["attention"] != SDPA].sort_values("batch", kind="stable")
     cells = (1 / rows["speedup.median"]).map("{:.2f}".format)
-    return f"{results.machine}.\n\n{to_markdown(grid(cells, rows, ['attention', 'batch'], 'length', '{:,} tokens'))}"
+    return results.captioned(grid(cells, rows, ["attention", "batch"], "length", "{:,} tokens"))
 
 
 def terms_table(path: str = "models-terms.json") -> str:
@@ -213,7 +220,8 @@ def terms_table(path: str = "models-terms.json") -> str:
     results = Results.read(path)
     measured = results.rows.set_index(["model", "length", "attention"])
     rows = results.rows.drop_duplicates(["model", "length"])[["model", "length"]]
-    seconds, peaks = measured["seconds.median"].unstack(), measured["bytes"].unstack()
+    seconds = measured["seconds.median"].unstack()
+    peaks = measured["bytes"].unstack()
     cells = []
     for key in map(tuple, rows.to_numpy()):
         window, exact, free = (seconds.loc[key].get(name, float("nan")) for name in ("window", SDPA, FREE))
@@ -264,10 +272,11 @@ def runtimes_table(path: str, unit: str) -> str:
         "ms": ("token_seconds", 1000, "{:.0f}"),
         "MB": ("megabytes", 1, "{:,.0f}"),
     }[unit]
-    rows, names = results.rows, results.rows["attention"].map(lambda name: CODE(name) if name in ATTENTIONS else name)
+    rows = results.rows
+    names = results.rows["attention"].map(lambda name: CODE(name) if name in ATTENTIONS else name)
     cells = (scale * rows[column]).map(form.format)
     table = grid(cells, rows.assign(attention=names), ["runtime", "attention"], "length", f"{{:,}} tokens, {unit}")
-    return f"{results.machine}.\n\n{to_markdown(table.fillna(EMPTY), text_columns=2)}"
+    return results.captioned(table.fillna(EMPTY), text_columns=2)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -396,7 +405,8 @@ def linear_part_table() -> str:
 
 
 #: Rows and columns of the README's table of encoders.
-ENCODER_LENGTHS, ENCODER_COLUMNS = (256, 512, 2048), ("nothing", "hedgehog, calibrated", "128 codes, calibrated")
+ENCODER_LENGTHS = (256, 512, 2048)
+ENCODER_COLUMNS = ("nothing", "hedgehog, calibrated", "128 codes, calibrated")
 
 
 def encoder_start_table(lengths: Sequence[int] = (), outside: Sequence[str] = (), metric: str = "cosine") -> str:
@@ -415,7 +425,9 @@ def budgets_table() -> str:
     for path in sorted((RESULTS / "budgets").glob("*.json")):
         data = read_json(path)
         scores, choice, metric = data["scores"], data["choice"], data["score"]["metric"]
-        parts, heads, recall = data["linear_parts"] or (), choice["heads"], data["recall"]
+        parts = data["linear_parts"] or ()
+        heads = choice["heads"]
+        recall = data["recall"]
         timed = zip(data["speed"]["lengths"], data["speed"]["student"], strict=True)
         lines.append(
             {
@@ -525,7 +537,8 @@ def beyond_length_table(edges: Sequence[int] = (0, 8192, 12288, 16384)) -> str:
 
 def proteins_table(strata: Sequence[str] = ("> 1,024", "> 2,048")) -> str:
     """Quality beside costs, one row for each variant and length; exact attention first."""
-    rows, costs = Results.read("proteins.json").rows, Results.read("proteins-costs.json").rows
+    rows = Results.read("proteins.json").rows
+    costs = Results.read("proteins-costs.json").rows
     known, lines = costs.set_index(["variant", "length"]), []
     order = sorted(rows["variant"].unique(), key=lambda name: (name != "softmax", "softmax" not in name))
     rows["variant"] = pd.Categorical(rows["variant"], order)
@@ -557,12 +570,13 @@ def serving_table() -> str:
     results = Results.read("serving.json")
     lines = []
     for server, group in results.rows.groupby("server", sort=False):
-        answers, chats = group[group["part"] == "answers"], group[group["part"] == "second turn"]
+        answers = group[group["part"] == "answers"]
+        chats = group[group["part"] == "second turn"]
         line = {"server": server, "answers a minute": f"{answers['answers_a_minute'].iloc[0]:.1f}"}
         for tokens, seconds in zip(chats["tokens"], chats["seconds_to_first_token"], strict=True):
             line[f"first token of a second turn after {tokens:,} tokens"] = f"{seconds:.2f} s"
         lines.append(line)
-    return f"{results.machine}.\n\n{to_markdown(pd.DataFrame(lines))}"
+    return results.captioned(pd.DataFrame(lines))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -688,7 +702,8 @@ def main(argv: list[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     stale = []
     for path in sorted(chain.from_iterable(map(ROOT.glob, FILES))):
-        before, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        before = path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT).as_posix()
         after = updated(before, name)
         if before != after:
             stale.append(name)
