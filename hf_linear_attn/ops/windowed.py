@@ -724,17 +724,13 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     near_key, ring_key = append(state["ring_key"][:, :, 1:], key, call.cache_dtype)
     near_value, ring_value = append(state["ring_value"][:, :, 1:], value, call.cache_dtype)
     ring = {"ring_key": ring_key, "ring_value": ring_value, "ring_mask": near}
-    oldest_key, oldest_value = (to_dtype(state[name][:, :, :1], dtype) for name in ("ring_key", "ring_value"))
     sinks, first = first_tokens(call)
-    oldest_position = state["count"].unsqueeze(1) - call.window  # of the token that leaves the window
-    oldest = state["ring_mask"][:, :1] & (oldest_position >= call.sinks)
-    older = masked_key_features(call.key_features, oldest_key, oldest, dtype)
-    leaving = KVState.of(older, with_ones(mask_tokens(oldest_value, oldest)))
-    far = KVState.from_state(state).plus(leaving.decayed(None if slope is None else -slope * call.window))
+    far = _with_oldest(call, state)
     if sinks is not None:
         near_key = torch.cat([near_key, sinks.key], dim=2)
         near_value = torch.cat([near_value, sinks.value], dim=2)
-        near = torch.cat([near, torch.arange(call.sinks, device=near.device) <= oldest_position], dim=1)
+        has_left = torch.arange(call.sinks, device=near.device) <= state["count"].unsqueeze(1) - call.window
+        near = torch.cat([near, has_left], dim=1)
     near_key, near_value = near_key.to(dtype), near_value.to(dtype)
     full = query.device.type == "cpu" and not torch.compiler.is_compiling() and bool(near.all())
     if not full:
@@ -760,6 +756,17 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     out = divide(weights[0] @ near_value + total[..., :-1], normaliser)
     after = far.decayed(None if slope is None else -slope)
     return out.view(batch, heads, 1, -1).to(value.dtype), {**after.state(), **ring, **first}
+
+
+def _with_oldest(call: WindowedCall, state: State) -> KVState:
+    """Return the sums with the oldest key of the ring, which leaves the window, unless it is a sink."""
+    dtype = compute_dtype(call.query)
+    key, value = (to_dtype(state[name][:, :, :1], dtype) for name in ("ring_key", "ring_value"))
+    is_counted = state["ring_mask"][:, :1] & (state["count"].unsqueeze(1) - call.window >= call.sinks)
+    features = masked_key_features(call.key_features, key, is_counted, dtype)
+    oldest = KVState.of(features, with_ones(mask_tokens(value, is_counted)))
+    slope = call.terms.slope
+    return KVState.from_state(state).plus(oldest.decayed(None if slope is None else -slope.to(dtype) * call.window))
 
 
 def _step_distances(call: WindowedCall, state: State) -> Tensor:

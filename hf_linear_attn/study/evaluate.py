@@ -7,7 +7,7 @@ times, all variants together at each length.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..utils.extras import require_packages
 from ..utils.formatting import fixed
 from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress
-from .checkpoint_groups import find_checkpoints
+from .checkpoint_groups import CheckpointGroup, find_checkpoints
 from .evaluated_model import EvaluatedModel, held_out_facts, load_evaluated_model
 from .kinds import held_out_batches
 from .options import (
@@ -107,20 +107,9 @@ def evaluate(
     progress.log(f"Loading {config.name or source} ...")
     evaluated = load_evaluated_model(model, config, tokenizer, documents)
     groups = find_checkpoints(config.converted, config.baseline, evaluated.model.config)
-    attentions = config.attention or ()
-    if config.attention is None and not config.converted:
-        usual = DECODER_ATTENTIONS if evaluated.kind.is_causal else ENCODER_ATTENTIONS
-        attentions = QUICK_ATTENTIONS if config.quick else usual
-    for name in attentions:
-        check_fits(evaluated.model, name, config.seeds[0])
-    if not attentions and not any(group.layers for group in groups):
-        raise ValueError("There is nothing to compare: give --attention or --converted.")
-    usual_steps = 25 if config.quick else 100
-    steps = usual_steps if config.steps is None else config.steps
-    seconds = config.speed.seconds or (1.5 if config.quick else 12.0)
-    usual_lengths = QUICK_LENGTHS if config.quick else USUAL_LENGTHS
-    lengths = sorted({*(config.speed.lengths or usual_lengths), *filter(None, [config.data.max_length])})
-    settings = {**asdict(config), "attention": attentions, "steps": steps, "lengths": lengths, "seconds": seconds}
+    attentions = chosen_attentions(config, evaluated, groups)
+    settings = completed_settings(config, attentions)
+    steps, lengths = settings["steps"], settings["lengths"]
     device = evaluated.model.device
     with open_study(output, "evaluate", settings, device=device, progress=progress, **where) as study:
         facts = held_out_facts(evaluated.data)
@@ -136,7 +125,7 @@ def evaluate(
         elif timing:
             exact = evaluated.cast(config.speed.dtype)
             timed = timed_variants(exact, attentions, config.seeds[0], groups, max(lengths))
-            speed = SpeedStudy(study, exact, timed, seconds, flops=not config.quick)
+            speed = SpeedStudy(study, exact, timed, settings["seconds"], flops=not config.quick)
             speed.measure(lengths, backward=config.speed.backward, batch_size=config.speed.batch_size)
             measured += [*map(Measured.of_times, speed.records)]
             notes += speed.notes
@@ -155,6 +144,34 @@ def evaluate(
         created=utc_now(),
         seconds=time.perf_counter() - start,
     )
+
+
+def chosen_attentions(
+    config: EvaluateConfig, evaluated: EvaluatedModel, groups: Sequence[CheckpointGroup]
+) -> tuple[str, ...]:
+    """Return the mechanisms to compare, by default the usual ones; a ValueError if one does not fit, or if none is."""
+    attentions = config.attention or ()
+    if config.attention is None and not config.converted:
+        usual = DECODER_ATTENTIONS if evaluated.kind.is_causal else ENCODER_ATTENTIONS
+        attentions = QUICK_ATTENTIONS if config.quick else usual
+    for name in attentions:
+        check_fits(evaluated.model, name, config.seeds[0])
+    if not attentions and not any(group.layers for group in groups):
+        raise ValueError("There is nothing to compare: give --attention or --converted.")
+    return attentions
+
+
+def completed_settings(config: EvaluateConfig, attentions: Sequence[str]) -> dict[str, Any]:
+    """Return all options, with what they leave open: the steps of transfers, and what is timed for how long."""
+    usual_steps, usual_seconds = (25, 1.5) if config.quick else (100, 12.0)
+    usual_lengths = QUICK_LENGTHS if config.quick else USUAL_LENGTHS
+    return {
+        **asdict(config),
+        "attention": attentions,
+        "steps": usual_steps if config.steps is None else config.steps,
+        "lengths": sorted({*(config.speed.lengths or usual_lengths), *filter(None, [config.data.max_length])}),
+        "seconds": config.speed.seconds or usual_seconds,
+    }
 
 
 def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examples | None = None) -> Evaluation:
