@@ -54,16 +54,9 @@ def choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> HeadChoice | Non
         if budget is None:
             heads = _ranked_heads(run, teacher, options)
         else:
-            if budget.cost == "cache":
-                choice = choose_by_cache(budget, teacher, run.data.longest, options)
-                heads = _ranked_heads(run, teacher, {**options, **choice.options})
-            else:
-                window = quarter_window(run.data.longest)
-                options["window_size"] = window
-                heads = _ranked_heads(run, teacher, options)
-                choice = choose_by_measuring(budget, window, _measure_choices(run, teacher, heads, options))
-            heads, reason = heads.with_share(choice.share), choice.reason
+            heads, choice = _heads_for_budget(run, teacher, budget, options)
             options |= choice.options
+            reason = choice.reason
             run.progress.log(f"For the budget {config.budget}: {reason}.")
         listed = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(heads.heads.items()))
         run.progress.log(f"Exact heads by layer: {listed or 'none'}")
@@ -71,6 +64,22 @@ def choose_heads(run: TrainingRun, teacher: PreTrainedModel) -> HeadChoice | Non
         return asdict(HeadChoice(plan, heads.table.to_dict("records"), reason))
 
     return HeadChoice(**run.once("exact_heads", choose))
+
+
+def _heads_for_budget(
+    run: TrainingRun, teacher: PreTrainedModel, budget: Budget, options: dict[str, Any]
+) -> tuple[ExactHeads, Choice]:
+    """Return the choice of a budget, and the exact heads beside a mechanism of these options and its own."""
+    longest = run.data.longest
+    if budget.cost == "cache":
+        choice = choose_by_cache(budget, teacher, longest, options)
+        heads = _ranked_heads(run, teacher, {**options, **choice.options})
+    else:
+        window = quarter_window(longest)
+        options = {**options, "window_size": window}
+        heads = _ranked_heads(run, teacher, options)
+        choice = choose_by_measuring(budget, window, _measure_choices(run, teacher, heads, options))
+    return heads.with_share(choice.share), choice
 
 
 def plan_of(choice: HeadChoice | None) -> LinearAttentionConfig | None:
