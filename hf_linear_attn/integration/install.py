@@ -1,6 +1,6 @@
 """Putting linear attention into a model and taking it out again: planned, built, and only then assigned."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -187,27 +187,35 @@ def remove_layers(model: PreTrainedModel, roots: Sequence[PreTrainedModel]) -> N
     still_patched = coupled_configs(roots, [module.config for module in patched])
     for root in roots:
         for module in root.modules():
-            context = layer_context(module)
-            if context is None:
-                continue
-            if mechanism_of(module) is None:
-                context.layer_config = None
-            # Exact layers stay what they are while others that read the same config are patched.
-            if id(module.config) not in still_patched:
-                module.config._attn_implementation_internal = context.exact_implementation  # type: ignore[union-attr]
-                remove_hooks(module, before_attention)
-                if (adapter := adapter_of(module)) is not None:
-                    adapter.remove(module, parents_of(context.name, root))
-                delattr(module, LAYER_CONTEXT)
+            _remove_from_layer(module, root, still_patched)
         for module in root.modules():
-            around = model_context(module)
-            if around is not None and not any(map(layer_context, module.modules())):
-                config: Any = module.config
-                if config._attn_implementation == IMPLEMENTATION:
-                    config._attn_implementation_internal = around.exact_implementation
-                remove_hooks(module)
+            _remove_from_model(module)
         if not any(map(layer_context, root.modules())):
             remove_hooks(root, refuse_packing)
+
+
+def _remove_from_layer(module: Any, root: PreTrainedModel, still_patched: Collection[int]) -> None:
+    """Give an attention module its implementation again; exact ones stay while others of their config are patched."""
+    context = layer_context(module)
+    if context is None:
+        return
+    if mechanism_of(module) is None:
+        context.layer_config = None
+    if id(module.config) not in still_patched:
+        module.config._attn_implementation_internal = context.exact_implementation
+        remove_hooks(module, before_attention)
+        if (adapter := adapter_of(module)) is not None:
+            adapter.remove(module, parents_of(context.name, root))
+        delattr(module, LAYER_CONTEXT)
+
+
+def _remove_from_model(module: Any) -> None:
+    """Give a model around attention modules its implementation again where none of them is patched any more."""
+    around = model_context(module)
+    if around is not None and not any(map(layer_context, module.modules())):
+        if module.config._attn_implementation == IMPLEMENTATION:
+            module.config._attn_implementation_internal = around.exact_implementation
+        remove_hooks(module)
 
 
 def is_untrained(model: PreTrainedModel) -> bool:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -142,21 +142,25 @@ class PositionChange:
                 setattr(module, "num_embeddings", tensor.shape[0])  # noqa: B010  (of an nn.Embedding)
             else:
                 setattr(module, name, tensor)
-        tables = [module for module, attribute, _ in self.tensors if attribute == "weight"]
-        for owner, name, present, value, tokens in self.limits:
-            for module in (owner, *tables):
-                for attribute in COPIED_LIMITS:
-                    if vars(module).get(attribute) == present:
-                        setattr(module, attribute, value)
+        for limit in self.limits:
+            self._apply_limit(limit)
             # Parts may hold copies of the config that is saved (ProphetNet).
-            same_class = [config for config in other_configs if type(config) is type(owner.config)]
-            for config in (owner.config, *(copied for copied in same_class if getattr(copied, name) == present)):
-                setattr(config, name, value)
+            same_class = [config for config in other_configs if type(config) is type(limit.owner.config)]
+            copies = [config for config in same_class if getattr(config, limit.field) == limit.present]
+            for config in (limit.owner.config, *copies):
+                setattr(config, limit.field, limit.value)
                 if record:
-                    setattr(config, EXTENDED_FROM, tokens)
+                    setattr(config, EXTENDED_FROM, limit.tokens)
         if not record:
             for config in all_configs(model):
                 vars(config).pop(EXTENDED_FROM, None)
+
+    def _apply_limit(self, limit: LimitChange) -> None:
+        """Change what modules have copied of a limit."""
+        tables = [module for module, attribute, _ in self.tensors if attribute == "weight"]
+        for module, attribute in product((limit.owner, *tables), COPIED_LIMITS):
+            if vars(module).get(attribute) == limit.present:
+                setattr(module, attribute, limit.value)
 
 
 def find_tables(model: PreTrainedModel) -> list[PositionTable]:

@@ -297,18 +297,25 @@ def _run_exactly(twin: PreTrainedModel, candidates: Sequence[str]) -> tuple[Any,
     for name in candidates:
         part: Any = twin.get_submodule(name)
         for inputs in _inputs(part):
-            outputs = {}
-            for way, run in WAYS.items():
-                try:
-                    torch.manual_seed(0)  # Some models draw numbers, such as which patches they hide.
-                    outputs[way] = run(part, inputs)
-                except Exception as error:  # noqa: BLE001  (a model may raise anything on inputs that it does not expect)
-                    problem = f"the exact model raises {type(error).__name__}: {error}"
-                    if way == ONE_PASS:
-                        break
-            else:
+            outputs, error = _exact_outputs(part, inputs)
+            if ONE_PASS in outputs:
                 return part, inputs, outputs
+            problem = f"the exact model raises {type(error).__name__}: {error}"
     raise UntriableError(problem)
+
+
+def _exact_outputs(part: Any, inputs: Inputs) -> tuple[dict[str, list[Tensor]], Exception | None]:
+    """Return the outputs of a model in every way in which it runs, and why it does not in the last other one."""
+    outputs, problem = dict[str, list[Tensor]](), None
+    for way, run in WAYS.items():
+        try:
+            torch.manual_seed(0)  # Some models draw numbers, such as which patches they hide.
+            outputs[way] = run(part, inputs)
+        except Exception as error:  # noqa: BLE001  (a model may raise anything on inputs that it does not expect)
+            problem = error
+            if way == ONE_PASS:
+                break
+    return outputs, problem
 
 
 def _inputs(model: Any) -> Iterator[Inputs]:

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,14 +129,14 @@ def lead(evaluation: Evaluation) -> str:
 def speed_tables(evaluation: Evaluation) -> dict[str, pd.DataFrame]:
     """Return a table for each measurement: values by length as text, times with their speedup."""
     sizes = sorted({entry.batch_size for entry in evaluation.measured if entry.batch_size is not None})
+    metrics = ("seconds", "peak_memory", "cache_bytes", "flops", "tokens_per_second")
     tables = {}
-    for measurement, title in TITLES.items():
-        for metric in ("seconds", "peak_memory", "cache_bytes", "flops", "tokens_per_second"):
-            for size in sizes:
-                if (size > 1) == (metric == "tokens_per_second"):
-                    table = _speed_table(evaluation, measurement, metric, size)
-                    if len(table):
-                        tables[f"{title}: {metric.replace('_', ' ')}, batch {size}"] = table
+    for (measurement, title), metric, size in product(TITLES.items(), metrics, sizes):
+        if (size > 1) != (metric == "tokens_per_second"):
+            continue
+        table = _speed_table(evaluation, measurement, metric, size)
+        if len(table):
+            tables[f"{title}: {metric.replace('_', ' ')}, batch {size}"] = table
     return tables
 
 
