@@ -276,13 +276,16 @@ class WindowAttention(HybridAttention):
         return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self.parameters())
 
     def _mix_of_call(self, inputs: AttentionInputs) -> Tensor | Mix:
-        """Return g as `_log_mix` does; without a gradient as a formula, of a decoding step or of sequences."""
+        """Return g as `_log_mix` does, or without a gradient as a formula."""
         if torch.is_grad_enabled():
             return self._log_mix(inputs)
-        if inputs.state is not None and inputs.query.shape[2] == 1:
-            base = self.log_mix.view(1, -1, 1)
-            return Mix(lambda: self._log_mix(inputs), base, self.mix_weight, MIX_BOUND, self.options.saturation)
-        return Mix(lambda: self._log_mix(inputs), self._constant_mix(inputs), self.mix_weight, MIX_BOUND)
+        saturation = self.options.saturation
+        is_step = inputs.state is not None and inputs.query.shape[2] == 1
+        is_whole = inputs.causal and inputs.state is None and inputs.mask is None
+        if saturation is not None and not is_step and not (is_whole and inputs.query.device.type != "cpu"):
+            return Mix(lambda: self._log_mix(inputs), self._constant_mix(inputs), self.mix_weight, MIX_BOUND)
+        base = self.log_mix.view(1, -1, 1)
+        return Mix(lambda: self._log_mix(inputs), base, self.mix_weight, MIX_BOUND, saturation)
 
     def _log_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return the log mixing weight g of each row, `[B, H, L]`.

@@ -172,8 +172,8 @@ class Mix(NamedTuple):
 
         g = base + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w - s, 0) / N)
 
-    base `[B | 1, H, L | 1]`, weight u `[H, d]`, s sinks; saturation N of a decoding step, n the
-    tokens before it (None: without the last term).
+    base `[B | 1, H, L | 1]`, weight u `[H, d]`, s sinks; saturation N of a decoding step, or of a sequence without
+    padding from its first token on, n the tokens before the row (None: without the last term).
     """
 
     compute: Callable[[], Tensor]
@@ -181,6 +181,16 @@ class Mix(NamedTuple):
     weight: Tensor
     bound: float
     saturation: int | None = None
+
+
+class FarPass(NamedTuple):
+    """Causal attention to keys outside of windows: the i-th of the queries sees the first i of the keys, where the mask
+    `[B, n]` is True. `reverse`: both, and the mask, are counted from their ends."""
+
+    queries: slice
+    keys: slice
+    reverse: bool
+    mask: Tensor
 
 
 @dataclass(kw_only=True)
@@ -203,6 +213,13 @@ class WindowedCall(_FeatureCall):
         """Return the log mixing weights as a tensor `[B | 1, H, L | 1]`."""
         log_mix = self.log_mix if isinstance(self.log_mix, Tensor) else self.log_mix.compute()
         return log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
+
+    def mixing_formula(self) -> tuple[Tensor, Tensor | None, float, int | None]:
+        """Return base, weight u, bound and saturation of the log mixing weights; the base alone without a formula."""
+        if isinstance(self.log_mix, Mix):
+            mix = self.log_mix
+            return mix.base.detach(), mix.weight.detach().contiguous(), mix.bound, mix.saturation
+        return self.log_mixing_weights().detach(), None, 0.0, None
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 from . import kernel_inputs, kernelized
-from .calls import BackendCall, KernelizedCall, WindowedCall
+from .calls import BackendCall, FarPass, KernelizedCall, WindowedCall
 from .check import checked_reason
-from .common import KVState, State, compute_dtype, group_heads, mask_tokens, readable, weighted_mean, with_ones
+from .common import State, compute_dtype, group_heads, mask_tokens, readable, weighted_mean, with_ones
 from .kernel_inputs import unsupported_inputs
-from .sinks import Sinks, attend_from_sinks, end_positions, end_tokens, first_tokens, take_tokens
+from .sinks import Sinks, end_positions, first_tokens, take_tokens
 from .triton import interpreted
 from .triton.backend import TritonBackend, installed
 from .windowed import FLOOR, LARGEST_GAP, gather_tokens, make_ring, pad_tokens
@@ -89,9 +90,7 @@ def run(call: WindowedCall) -> tuple[Tensor, State | None]:
     if length == 1 and call.state is not None and (token := _step(call)) is not None:
         return token
     if not call.causal:
-        sinks = end_tokens(call)
-        out, _ = _whole(call, sinks)
-        return attend_from_sinks(out, call, sinks), None
+        return _whole(call)[0], None
     if call.mask is None and call.state is None and length > window:  # the usual case, without copies
         out, far = _whole(call)
         if not call.return_state:
@@ -117,51 +116,77 @@ def _step(call: WindowedCall) -> tuple[Tensor, State] | None:
     return window_step.step(call)
 
 
-def _whole(call: WindowedCall, sinks: Sinks | None = None) -> tuple[Tensor, State | None]:
+def _whole(call: WindowedCall) -> tuple[Tensor, State | None]:
     """Return the output of a sequence whose windows count positions, and the state of the far keys.
 
-    sinks: Those of an encoder. A decoder has the first tokens, and no padding here.
+    The sinks of an encoder see every key. A decoder has no padding here.
     """
-    window, mask, (batch, _, length, _) = call.window, call.mask, call.query.shape
-    query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
-    if mask is None:
-        stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
-        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
-        layout_of = _unpadded_layout.__wrapped__ if capturing else _unpadded_layout
-        layout = layout_of(batch, length, window, call.sinks, call.causal, query.device, stream)
-    else:
-        positions = torch.empty(1, 0, dtype=torch.long, device=query.device) if sinks is None else sinks.position
-        layout = _layout(mask.expand(batch, -1), window, positions, call.causal)
-    is_far, code, blocks = layout
-    late = slice(window, length)
-    old = slice(0, length - window)
-    passes = [(late, old, False)] if call.causal else [(late, old, False), (old, late, True)]
+    query, key, value = call.query, call.key, call.value
+    device, mask = query.device, call.mask
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+    known = not (on_gpu and torch.cuda.is_current_stream_capturing()) and not (mask is not None and mask.is_inference())
+    layout_of = _layout if known else _layout.__wrapped__
+    sizes = query.shape[0], query.shape[2], call.window, call.sinks, call.causal
+    layout = layout_of(*sizes, device, stream, None if mask is None else _Mask.of(mask))
+    if layout.padding is not None:
+        query, value = (x.masked_fill(layout.padding, 0.0) for x in (query, value))
+        if call.needs_grad():  # otherwise the mask selects what its products are
+            key = key.masked_fill(layout.padding, 0.0)
     call = call.replace(query=query, key=key, value=value)
-    return _joined(call, _Keys(key, value, code, blocks), is_far, passes if length > window else [])
+    return _joined(call, _Keys(key, value, layout.code, layout.blocks), layout.passes)
 
 
-Layout = tuple[Tensor, Tensor, "BlockMask | None"]
-"""Which keys are far from the rows outside of their windows `[B, S]`, the code of `_Keys`, and its mask."""
+@dataclass(frozen=True)
+class _Mask:
+    """A mask `[B | 1, L]`, equal to any other view of the same numbers. Whoever holds it keeps these where they are."""
+
+    identity: tuple[Any, ...]
+    tensor: Tensor = field(compare=False)
+
+    @staticmethod
+    def of(mask: Tensor) -> _Mask:
+        version = None if mask.is_inference() else mask._version
+        place = mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape, mask.stride()
+        return _Mask((*place, version), mask)
 
 
-def _layout(valid: Tensor, window: int, sinks: Tensor, causal: bool) -> Layout:
-    """Return the layout of a whole sequence: valid `[B, L]`, False for padding; positions of sinks `[B | 1, s]`."""
-    batch, length = valid.shape
-    position = torch.arange(length, device=valid.device)
-    is_sink = torch.zeros_like(valid).scatter(1, sinks.expand(batch, -1), True) & valid
-    code = (4 * position + 2 * is_sink + valid).int()
-    return valid & ~is_sink, code, _block_mask(code, length, window, causal, 0, sinks)
+class Layout(NamedTuple):
+    """The code of `_Keys`, and its mask, the passes over far keys, and where there is padding `[B, 1, L, 1]`."""
+
+    code: Tensor
+    blocks: BlockMask | None
+    passes: list[FarPass]
+    padding: Tensor | None
 
 
 @functools.lru_cache(maxsize=8)
-def _unpadded_layout(
-    batch: int, length: int, window: int, sinks: int, causal: bool, device: torch.device, stream: int
+def _layout(
+    batch: int,
+    length: int,
+    window: int,
+    sinks: int,
+    causal: bool,
+    device: torch.device,
+    stream: int,
+    mask: _Mask | None,
 ) -> Layout:
-    """Return the layout of a sequence without padding: all layers of a model have the same, each stream its own."""
+    """Return the layout of a sequence: all layers of a model have the same, each stream its own."""
     with torch.inference_mode(False):  # it may be saved for a backward pass later on
-        first = torch.arange(min(sinks, length), device=device)[None]
-        positions = first if causal else end_positions(None, sinks, batch, length, device)
-        return _layout(torch.ones(batch, length, dtype=torch.bool, device=device), window, positions, causal)
+        real = None if mask is None else mask.tensor.expand(batch, -1)
+        valid = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
+        position = torch.arange(length, device=device)
+        positions = position[None, :sinks] if causal or not sinks else end_positions(real, sinks, batch, length, device)
+        is_sink = torch.zeros_like(valid).scatter(1, positions.expand(batch, -1), True) & valid
+        code = (4 * position + 2 * is_sink + valid).int()
+        is_far = valid & ~is_sink
+        late, old = slice(window, length), slice(0, length - window)
+        passes = [FarPass(late, old, False, is_far[:, :-window])]
+        if not causal:
+            passes.append(FarPass(old, late, True, is_far[:, window:].flip(1)))
+        padding = None if real is None else ~real[:, None, :, None]
+        blocks = _block_mask(code, length, window, causal, 0, positions)
+        return Layout(code, blocks, passes if length > window else [], padding)
 
 
 def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[Tensor, State | None]:
@@ -185,46 +210,44 @@ def _continued(call: WindowedCall, valid: Tensor, sinks: Sinks | None) -> tuple[
     keys = _Keys(near_key, near_value, code, _block_mask(code, length, window, True, shift, columns))
     everything = slice(0, length)
     call = call.replace(key=key[:, :, everything], value=value[:, :, everything])
-    return _joined(call, keys, is_far[:, everything], [(everything, everything, False)])
+    return _joined(call, keys, [FarPass(everything, everything, False, is_far[:, everything])])
 
 
-def _joined(
-    call: WindowedCall, keys: _Keys, mask: Tensor, passes: list[tuple[slice, slice, bool]]
-) -> tuple[Tensor, State | None]:
+def _joined(call: WindowedCall, keys: _Keys, passes: list[FarPass]) -> tuple[Tensor, State | None]:
     """Return the output and the state after the far keys: exact attention, to which passes over far keys are added.
 
     Without gradients the kernel of each pass adds it, where the Triton kernels support the map.
 
-    call: Queries, and keys and values of the passes. mask `[B, S]`: which of them are far keys. passes: Queries, their
-    keys, and whether both begin at their ends.
+    call: Queries, and keys and values of the passes. Rows of an encoder's sinks have no part of these.
     """
-    query = call.query
-    key = call.key
-    value = call.value
-    length = call.query.shape[2]
-    mix = call.log_mixing_weights()
+    query, length = call.query, call.query.shape[2]
     after = None
     learning = call.needs_grad()
+    exact_rows = None if call.causal else keys.code
     if passes and keys.blocks is not None and not learning:
-        far_call = _far_call(call, query, key, value, mask)
+        far_call = _far_call(call, query, call.key, call.value, None)
         if TritonBackend().unsupported_reason(far_call) is None:
             from .triton import attention
 
             out, log_sum, top = _exact(call, query, keys)
-            out = readable(out.to(value.dtype))
-            return out, attention.merge(far_call, attention.Exact(out, log_sum, top, mix), passes)
+            out = readable(out.to(call.value.dtype))
+            near = call.window + call.sinks
+            exact = attention.Exact(out, log_sum, top, call.mixing_formula(), call.scaling, near, exact_rows)
+            return out, attention.merge(far_call, exact, passes)
+    mix = call.log_mixing_weights()
     total, top = _near(call, query, keys)
     if learning and not passes:  # the learned parts have a gradient of zeros, not none
-        features = call.query_features(query[:, :, :0]), call.key_features(key[:, :, :0])
+        features = call.query_features(query[:, :, :0]), call.key_features(call.key[:, :, :0])
         total = total + mix.sum() * 0 + sum(part.values.sum() for part in features)
     mix = mix.expand(-1, -1, length)
-    for queries, columns, reverse in passes:
-        rows = (_tokens(x, queries, reverse) for x in (query, mix, top))
-        far_keys = (_tokens(x, columns, reverse) for x in (key, value, mask[:, None]))
-        far, after = _far(call, *rows, *far_keys)
-        far = _tokens(far, slice(None), reverse)
-        total = total + (pad_tokens(far, queries.start, length - queries.stop) if far.shape[2] < length else far)
-    return weighted_mean(total).to(value.dtype), after
+    if exact_rows is not None:
+        mix = mix.masked_fill((exact_rows & 2).bool()[:, None], float("-inf"))
+    for part in passes:
+        far, after = _far(call, part, mix, top)
+        far = _tokens(far, slice(None), part.reverse)
+        before, behind = part.queries.start, length - part.queries.stop
+        total = total + (pad_tokens(far, before, behind) if far.shape[2] < length else far)
+    return weighted_mean(total).to(call.value.dtype), after
 
 
 def _tokens(x: Tensor, part: slice, reverse: bool) -> Tensor:
@@ -233,21 +256,21 @@ def _tokens(x: Tensor, part: slice, reverse: bool) -> Tensor:
     return x.flip(2) if reverse else x
 
 
-def _far_call(call: WindowedCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> KernelizedCall:
+def _far_call(call: WindowedCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> KernelizedCall:
     """Return the causal call of the far keys."""
     maps = call.query_features, call.key_features, call.fused, call.num_features
-    state = None if call.state is None else KVState.from_state(call.state).state()
+    state = None if call.state is None else {name: call.state[name] for name in ("kv", "k_sum")}
     return KernelizedCall(query, key, value, *maps, True, mask=mask, state=state, return_state=call.return_state)
 
 
-def _far(
-    call: WindowedCall, query: Tensor, log_mix: Tensor, top: Tensor, key: Tensor, value: Tensor, mask: Tensor
-) -> tuple[Tensor, State | None]:
-    """Return `exp(g_i) Σ_{j <= i} φ(q_i)·φ(k_j) [v_j, 1]` `[B, H, n, e + 1]`, and the state after it.
+def _far(call: WindowedCall, part: FarPass, log_mix: Tensor, top: Tensor) -> tuple[Tensor, State | None]:
+    """Return `exp(g_i) Σ_{j <= i} φ(q_i)·φ(k_j) [v_j, 1]` `[B, H, n, e + 1]` of a pass, and the state after it.
 
-    log_mix g `[B | 1, H, n]`; top c `[B, H, n]`, to which log scales of queries are relative; mask `[B, 1, n]`.
+    log_mix g `[B | 1, H, L]`; top c `[B, H, L]`, to which log scales of queries are relative.
     """
-    far_call = _far_call(call, query, key, value, mask[:, 0])
+    query, log_mix, top = (_tokens(x, part.queries, part.reverse) for x in (call.query, log_mix, top))
+    key, value = (_tokens(x, part.keys, part.reverse) for x in (call.key, call.value))
+    far_call = _far_call(call, query, key, value, part.mask)
     if TritonBackend().unsupported_reason(far_call) is None:
         from .triton import attention
 
@@ -316,9 +339,13 @@ def _visible(code: Tensor, window: int, causal: bool) -> Callable[..., Tensor]:
     def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         of_key = code[batch, column]
         distance = row - (of_key >> 2)
-        always = (of_key & 2) != 0
-        outside = always & (distance >= 0) if causal else always
-        return torch.where((distance >= least) & (distance < window), (of_key & 1) != 0, outside)
+        outside = (of_key & 2) != 0
+        near = (distance >= least) & (distance < window)
+        if causal:
+            outside = outside & (distance >= 0)
+        else:  # where rows are columns, sinks see every key
+            near = near | ((code[batch, row] & 2) != 0)
+        return torch.where(near, (of_key & 1) != 0, outside)
 
     return visible
 
@@ -338,8 +365,11 @@ def _block_mask(code: Tensor, length: int, window: int, causal: bool, shift: int
     row = torch.arange(0, length, BLOCK, device=device)[:, None] + shift
     column = torch.arange(0, count, BLOCK, device=device)
     some = (column <= row + BLOCK - 1 + ahead) & (column + BLOCK - 1 >= row - window + 1)
-    sinks = (sinks // BLOCK).unsqueeze(1).expand(-1, len(row), -1)
-    some = some.expand(sinks.shape[0], -1, -1).scatter(2, sinks, True).unsqueeze(1)
+    sinks = sinks // BLOCK
+    some = some.expand(len(sinks), -1, -1).scatter(2, sinks.unsqueeze(1).expand(-1, len(row), -1), True)
+    if not causal:
+        some = some.scatter(1, sinks.unsqueeze(2).expand(-1, -1, len(column)), True)
+    some = some.unsqueeze(1)
     order = some.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
     sizes: dict[str, Any] = {"BLOCK_SIZE": BLOCK, "seq_lengths": (length, count)}
     return BlockMask.from_kv_blocks(some.sum(dim=-1).int(), order, mask_mod=_visible(code, window, causal), **sizes)

@@ -37,8 +37,10 @@ READING = ("linformer-causal",)
 
 @pytest.fixture(autouse=True)
 def fake() -> Iterator[None]:
+    flex._layout.cache_clear()
     with FakeTensorMode():
         yield
+    flex._layout.cache_clear()
 
 
 def inputs(length: int, causal: bool, mask: Tensor | None = None, **more: Any) -> AttentionInputs:
@@ -188,6 +190,10 @@ LONG = 2000
 COUNTED = [
     ("elu", {}, (3, 3), (3, 3), 1),
     ("hedgehog", {}, (4, 4), (4, 4), 1),
+    ("t2r", {}, (4, 4), (4, 4), 1),
+    ("window", {"window_size": 64, "feature_map": "elu"}, (8, None), (8, 10), 1),
+    ("window", {"window_size": 64, "feature_map": "hedgehog"}, (8, None), (8, 10), 1),
+    ("window", {"window_size": 64, "feature_map": "vq"}, (8, None), (8, 10), 1),
 ]
 
 

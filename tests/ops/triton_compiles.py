@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hf_linear_attn.ops import check
-from hf_linear_attn.ops.calls import Mix, WindowedCall
+from hf_linear_attn.ops.calls import FarPass, KernelizedCall, Mix, WindowedCall
 from hf_linear_attn.ops.triton import attention, window_step
 from tests.ops.test_native import SCALED, build, inputs, make_call
 
@@ -37,6 +37,18 @@ class Driver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+
+def merge(call: KernelizedCall) -> None:
+    """One pass, of a formula with all its terms, and two of given mixing weights, with rows that are exact."""
+    out, log_sum, top, base = call.query.clone(), *(torch.zeros(1, 2, 40) for _ in range(3))
+    real = torch.ones(1, 32, dtype=torch.bool)
+    first = FarPass(slice(8, 40), slice(0, 32), False, real)
+    formula = base[..., :1], torch.zeros(2, call.query.shape[3]), 2.0, 64
+    attention.merge(call, attention.Exact(out, log_sum, top, formula, 0.1, 8, None), [first])
+    second = FarPass(slice(0, 32), slice(8, 40), True, real)
+    code = torch.zeros(1, 40, dtype=torch.int32)
+    attention.merge(call, attention.Exact(out, log_sum, top, (base, None, 0.0, None), 0.1, 8, code), [first, second])
 
 
 def main(architecture: int, size: int, names: list[str]) -> None:
@@ -62,9 +74,7 @@ def main(architecture: int, size: int, names: list[str]) -> None:
                     with torch.enable_grad() if learning else torch.no_grad():
                         check.results(case, call.fused, attention.run, double=False)
                     if causal and not learning and not call.fused[1].scaled:
-                        exact = attention.Exact(call.query.clone(), *(torch.zeros(1, 2, 40) for _ in range(3)))
-                        passes = [(slice(8, None), slice(0, 32), reverse) for reverse in (False, True)]
-                        attention.merge(call, exact, passes)
+                        merge(call)
     window_step.launch = compile_only
     for width, name, dtype in ((64, "hedgehog", torch.bfloat16), (128, "elu", torch.float32)):
         call = make_call(build(name, 2, 1, width, width), *inputs((1, 2, 1, 1), width, width, dtype), True)

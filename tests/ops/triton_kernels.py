@@ -389,12 +389,19 @@ def test_the_far_keys_are_added_to_flex_attention(name, kind, causal, monkeypatc
     built = build(name, 4, 2, 9, 6)
     shape, mixed = (2, 4, 2, 90), {"window": 20, "sinks": 2, "scaling": 0.3}
     tensors, mask = inputs(shape), masks(shape, kind)
-    mix = torch.linspace(-1, 1, 4 * 90).view(1, 4, 90)
+    base, weight = torch.linspace(-1, 1, 4 * 90).view(1, 4, 90), torch.linspace(-1, 1, 4 * 9).view(4, 9)
+    drawn = ((weight[:, None] * tensors[0]).sum(-1) * 0.3**0.5).clamp(-0.5, 0.5)
+    saturation = 7 if kind == "none" and causal else None
+    outside = (torch.arange(90) + 1 - 20 - 2).clamp_min(0) / (saturation or float("inf"))
 
     def call_of(now, state):
         part = None if mask is None else mask[:, now]
         call = make_call(built, *(x[:, :, now] for x in tensors), causal, part, state=state, keep=causal)
-        return WindowedCall(**vars(call), **mixed, log_mix=mix[:, :, now])
+        mix = (base + drawn - torch.log1p(outside))[:, :, now]
+        formula = Mix(lambda: mix, base[:, :, now], weight, 0.5, saturation if state is None else None)
+        if state is not None and saturation:
+            formula = mix
+        return WindowedCall(**vars(call), **mixed, log_mix=formula)
 
     pieces = [slice(0, 90)] + ([slice(0, 40), slice(40, 90)] if causal else [])
     states = [None, None]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..calls import KernelizedCall
+from ..calls import FarPass, KernelizedCall
 from ..common import DENOMINATOR_EPS, State, first_derivative, parameter_gradient, readable, split_chunks, token_major
 from ..formulas import PARTS, FusedMap
 from ..windowed import LARGEST_GAP
@@ -55,6 +55,8 @@ class Blocks(NamedTuple):
 
 
 Maps = tuple[MapArguments, MapArguments]
+
+NO_EXACT_KEYS = ExactArguments()
 
 
 @functools.cache
@@ -142,8 +144,8 @@ def mask_bytes(mask: Tensor | None) -> tuple[Tensor | None, int]:
     """Return the mask as bytes, and its stride from one row of the batch to the next."""
     if mask is None:
         return None, 0
-    flags = mask.contiguous().view(torch.uint8)
-    return flags, 0 if flags.shape[0] == 1 else flags.shape[1]
+    flags = (mask if mask.stride(1) == 1 else mask.contiguous()).view(torch.uint8)
+    return flags, 0 if flags.shape[0] == 1 else flags.stride(0)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -169,12 +171,38 @@ class Forward(NamedTuple):
 
 class Exact(NamedTuple):
     """Softmax attention to other keys `[B, H, n, e]`, the log-sum-exp of its logits `[B, H, n]`, what weights are
-    relative to `[B, H, n]` (with the same strides), and the log mixing weight `[B | 1, H, n | 1]`."""
+    relative to `[B, H, n]`, the `WindowedCall.mixing_formula` with its τ and w + s (`near`), and an integer of each row
+    `[B, n]`: those with the bit 2 see no other keys (None: all do)."""
 
     out: Tensor
     log_sum: Tensor
     top: Tensor
-    log_mix: Tensor
+    formula: tuple[Tensor, Tensor | None, float, int | None]
+    scaling: float
+    near: int
+    code: Tensor | None
+
+    def arguments(self, query: Tensor, part: FarPass) -> ExactArguments:
+        """Return the kernel's arguments for a pass over some of the queries."""
+        batch, heads, length, size = query.shape
+        base, weight, bound, saturation = self.formula
+        base = base.expand(batch, heads, length)
+        code = None if self.code is None else self.code[:, None].expand(batch, 1, length)
+        numbers = (x.unsqueeze(-1) for x in (self.log_sum, self.top, base))
+        log_sum, top, mixed, tokens = (rows(x[:, :, part.queries], reverse=part.reverse) for x in (*numbers, query))
+        assert log_sum[1:] == top[1:]
+        data, code_batch, code_token = None, 0, 0
+        if code is not None:
+            data, code_batch, _, code_token, _ = rows(code.unsqueeze(-1)[:, :, part.queries], reverse=part.reverse)
+        return ExactArguments(
+            log_sum.data, *top[:4], *mixed[:4], *tokens[:4], data, code_batch, code_token, weight, self.scaling**0.5,
+            bound, part.queries.start + 1 - self.near, saturation, LARGEST_GAP, tl.constexpr(size),
+            tl.constexpr(power_of_two(size)),
+        )  # fmt: skip
+
+
+Tokens = tuple[Tensor, Tensor, Tensor | None]
+"""Inputs of a map, what their features are multiplied by, and a mask."""
 
 
 def sum_tokens(
@@ -188,19 +216,26 @@ def sum_tokens(
     gradient: tuple[Tensor, Tensor] | None = None,
     scaled: bool = False,
     reverse: bool = False,
+    other: Tokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute sums over each of the first `spans` spans, `[B·heads, all spans, m·(e + 1)]`, and their log scales.
 
     reverse: The last token comes first; the mask is in that order already.
+    other: Tokens in the reverse order, of the same sizes, whose sums come after those.
     """
     batch, heads, length, _ = x.shape
     flat = int(fmap.parts.value * fmap.width.value) * (u.shape[3] + 1)
-    states = torch.empty(batch * heads, split.spans, flat, device=x.device, dtype=torch.float32)
-    tops = torch.empty(batch * heads, split.spans, device=x.device, dtype=torch.float32) if scaled else None
-    grid = (batch * heads, split.spans if spans is None else spans, split.tiles)
+    pairs = batch * heads
+    programs = pairs if other is None else 2 * pairs
+    states = torch.empty(programs, split.spans, flat, device=x.device, dtype=torch.float32)
+    tops = torch.empty(programs, split.spans, device=x.device, dtype=torch.float32) if scaled else None
+    second: tuple[Any, ...] = (None, None, None, 0)
+    if other is not None:
+        second = *(rows(tensor, reverse=True) for tensor in other[:2]), *mask_bytes(other[2])
+    grid = (programs, split.spans if spans is None else spans, split.tiles)
     launch(
-        kernels.sum_tokens, grid, rows(x, reverse=reverse), rows(u, reverse=reverse), *mask_bytes(mask),
-        *(gradient or (None, None)), states, tops, fmap, heads, length, split.span, split.spans, split.columns,
+        kernels.sum_tokens, grid, rows(x, reverse=reverse), rows(u, reverse=reverse), *mask_bytes(mask), *second,
+        pairs, *(gradient or (None, None)), states, tops, fmap, heads, length, split.span, split.spans, split.columns,
         split.tokens, scaled, warps=split.warps,
     )  # fmt: skip
     return states, tops
@@ -322,26 +357,34 @@ def bidirectional(call: KernelizedCall, maps: Maps, *, save: bool) -> Forward:
 
 
 def causal(
-    call: KernelizedCall, maps: Maps, *, save: bool, exact: Exact | None = None, reverse: bool = False
+    call: KernelizedCall,
+    maps: Maps,
+    *,
+    save: bool,
+    out: Tensor | None = None,
+    exact: ExactArguments = NO_EXACT_KEYS,
+    states: Tensor | None = None,
+    reverse: bool = False,
 ) -> Forward:
     """Compute one pass over chunks; if the sequence is split into spans, the sums before each span are computed first.
 
-    exact: Attention to other keys, which this is merged with; the normalisers are then the log-sum-exp of both.
-    reverse: The last token comes first; the mask is in that order already, and so are the results by token.
+    exact: Attention to other keys, whose output `out` this is merged with; the normalisers are then the log-sum-exp of
+    both. states: The sums before each span, if they are known. reverse: The last token comes first; the mask is in that
+    order already, and so are the results by token.
     """
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
     groups, value_size = key.shape[1], value.shape[3]
     sizes = batch, heads, length, value_size
-    out = token_major(sizes, value.dtype, value.device) if exact is None else exact.out
+    out = token_major(sizes, value.dtype, value.device) if out is None else out
     if not out.numel():
         return Forward(out, call.state)
     assert call.fused is not None
     split = blocks(query, maps, value_size)
     scaled = call.fused[1].scaled
     before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
-    states = tops = None
-    if split.spans > 1:
+    tops = None
+    if split.spans > 1 and states is None:
         spans = split.spans - 1
         states, tops = sum_tokens(key, value, call.mask, maps[1], split, spans=spans, scaled=scaled, reverse=reverse)
         tops = scan(states, value_size, tops=tops, state=before)
@@ -352,58 +395,60 @@ def causal(
     if scaled:
         after["log_scale"] = torch.empty(batch, groups, device=out.device)
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
-    merged = ExactArguments()
-    if exact is not None:
-        numbers = exact.log_sum, exact.top, exact.log_mix.expand(batch, heads, length)
-        log_sum, top, log_mix = (rows(x.unsqueeze(-1), reverse=reverse)[:4] for x in numbers)
-        assert log_sum[1:] == top[1:]
-        merged = ExactArguments(log_sum[0], *top, *log_mix, LARGEST_GAP)
     stages = 1 if query.dtype == torch.float32 else STAGES  # Two blocks of float32 loads do not fit either.
     launch(
         kernels.attend_causal, (batch * heads, split.spans, split.tiles),
         *(rows(x, reverse=reverse) for x in (query, key, value, out)), *mask_bytes(call.mask), states, tops,
         before.get("kv"), before.get("k_sum"), before.get("log_scale"), after["kv"], after["k_sum"],
-        after.get("log_scale"), normaliser, merged, *maps, heads, groups, length, split.span, split.spans,
+        after.get("log_scale"), normaliser, exact, *maps, heads, groups, length, split.span, split.spans,
         DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps, stages=stages,
     )  # fmt: skip
     scale = maps[0].log_scale
     return Forward(out, after, normaliser, None, None if scale is None else scale.squeeze(-1))
 
 
-def merge(call: KernelizedCall, exact: Exact, passes: Sequence[tuple[slice, slice, bool]]) -> State | None:
+def merge(call: KernelizedCall, exact: Exact, passes: Sequence[FarPass]) -> State | None:
     """Add causal attention in passes to softmax attention to other keys, which is changed in place.
 
     Args:
         call: Queries and keys of all passes, which begin at the same state. The map of keys has no log scale.
-        exact: Attention of all queries; its log mixing weights are those of all passes.
-        passes: Queries that see keys one by one (the i-th query the first i keys), these keys, and whether both are
-            counted from their ends, which only the last pass may be.
+        exact: Attention of all queries.
+        passes: One, or one and then one from the end of as many tokens.
 
     Returns:
         The state after the last pass.
     """
     call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
     state = None
-    out = exact.out
-    log_sum = exact.log_sum.contiguous()
-    top = exact.top.contiguous()
-    log_mix = exact.log_mix.expand(-1, -1, out.shape[2])
+    exact = exact._replace(log_sum=exact.log_sum.contiguous(), top=exact.top.contiguous())
     with on_device(call.query.device):
         features, maps = mapped(call)
-        for index, (queries, keys, reverse) in enumerate(passes):
-            mask = None if call.mask is None else call.mask[:, keys]
-            part = features.replace(
-                query=features.query[:, :, queries], key=features.key[:, :, keys], value=call.value[:, :, keys],
-                mask=mask.flip(1) if reverse and mask is not None else mask,
+        parts = [
+            features.replace(
+                query=features.query[:, :, part.queries], key=features.key[:, :, part.keys],
+                value=call.value[:, :, part.keys], mask=part.mask,
+            )
+            for part in passes
+        ]  # fmt: skip
+        split = blocks(parts[0].query, maps, call.value.shape[3])
+        before: Sequence[Tensor | None] = [None]
+        if len(passes) > 1:
+            first, second = ((part.key, part.value, part.mask) for part in parts)
+            before = [None, None]
+            if split.spans > 1:
+                states, _ = sum_tokens(*first, maps[1], split, spans=split.spans - 1, other=second)
+                scan(states, call.value.shape[3])
+                before = states.chunk(2)
+        for part, selected, states_before in zip(passes, parts, before, strict=True):
+            scale = None if maps[0].log_scale is None else maps[0].log_scale[:, :, part.queries, 0]
+            query_map = with_log_scale(maps[0], scale, reverse=part.reverse)
+            done = causal(
+                selected, (query_map, maps[1]), save=part is not passes[-1], out=exact.out[:, :, part.queries],
+                exact=exact.arguments(call.query, part), states=states_before, reverse=part.reverse,
             )  # fmt: skip
-            scale = None if maps[0].log_scale is None else maps[0].log_scale[:, :, queries, 0]
-            query_map = with_log_scale(maps[0], scale, reverse=reverse)
-            exact = Exact(*(x[:, :, queries] for x in (out, log_sum, top, log_mix)))
-            follows = index + 1 < len(passes)
-            done = causal(part, (query_map, maps[1]), save=follows, exact=exact, reverse=reverse)
             state = done.state
             if done.normaliser is not None:
-                exact.log_sum.copy_(done.normaliser)
+                exact.log_sum[:, :, part.queries].copy_(done.normaliser)
     return state
 
 

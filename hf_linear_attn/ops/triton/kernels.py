@@ -58,8 +58,8 @@ def load_k_sum(states, index, fmap, value_size):
 
 
 @triton.jit
-def sum_tokens(
-    x, u, mask, mask_batch, inverse, slope, states, tops, fmap, heads, length, span, spans,
+def sum_span(
+    x, u, mask, mask_batch, pair, inverse, slope, states, tops, fmap, heads, length, span, spans,
     value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """Compute `Σ φ(x) uᵀ` and `Σ φ(x)` over one span.
@@ -67,7 +67,6 @@ def sum_tokens(
     With `inverse` and `slope` `[B, heads, L]` these are `Σ φ(x) inverse uᵀ` and `Σ φ(x) slope`, as the backward pass
     needs them over queries.
     """
-    pair = tl.program_id(0)
     split = tl.program_id(1)
     tile = tl.program_id(2)
     batch, head = pair // heads, pair % heads
@@ -95,7 +94,7 @@ def sum_tokens(
             weights += tl.sum(values, axis=0)
         total += dot(tl.trans(values), values_u, fmap.precision)
     indices, inside = feature_indices(fmap)
-    index = pair.to(tl.int64) * spans + split
+    index = tl.program_id(0).to(tl.int64) * spans + split
     base = states + index * (fmap.parts * fmap.width * (u.width + 1))
     valid = inside[:, None] & (columns < u.width)[None, :]
     tl.store(base + indices[:, None] * u.width + columns[None, :], total, mask=valid)
@@ -103,6 +102,26 @@ def sum_tokens(
         tl.store(base + fmap.parts * fmap.width * u.width + indices, weights, mask=inside)
     if scaled:
         tl.store(tops + index, top)
+
+
+@triton.jit
+def sum_tokens(
+    x, u, mask, mask_batch, other_x, other_u, other_mask, other_batch, pairs, inverse, slope, states, tops, fmap, heads,
+    length, span, spans, value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
+):  # fmt: skip
+    """Compute `sum_span` of x by the first `pairs` programs, and by the others that of other tokens (None: of none)."""
+    pair = tl.program_id(0)
+    if pair < pairs:
+        sum_span(
+            x, u, mask, mask_batch, pair, inverse, slope, states, tops, fmap, heads, length, span, spans, value_block,
+            block, scaled,
+        )  # fmt: skip
+    else:
+        if other_x is not None:
+            sum_span(
+                other_x, other_u, other_mask, other_batch, pair - pairs, inverse, slope, states, tops, fmap, heads,
+                length, span, spans, value_block, block, scaled,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -237,18 +256,57 @@ def store_state(total, weights, top, next_kv, next_sum, next_scale, group, tile,
 class ExactArguments(NamedTuple):
     """Softmax attention to other keys: the log-sum-exp l of its logits (`-inf` without a key) and the number c that
     weights are relative to, `[B, heads, L]` with the same strides, and the log mixing weight g. `gap` bounds what a log
-    scale is above c. All are None without such attention."""
+    scale is above c. All are None without such attention.
+
+    g is `base` `[B, heads, L]` and, with a `weight` u `[heads, d]`, `clip(root u·q, ±bound)`, of queries q as they are
+    before the map; with a `saturation` N less `log(1 + max(i + start, 0) / N)` for row i. Rows with the bit 2 in their
+    `code` `[B, L]` have no part of these sums.
+    """
 
     log_sum: Any = None
     top: Any = None
     batch: int = 0
     head: int = 0
     token: int = 0
-    log_mix: Any = None
-    mix_batch: int = 0
-    mix_head: int = 0
-    mix_token: int = 0
+    base: Any = None
+    base_batch: int = 0
+    base_head: int = 0
+    base_token: int = 0
+    query: Any = None
+    query_batch: int = 0
+    query_head: int = 0
+    query_token: int = 0
+    code: Any = None
+    code_batch: int = 0
+    code_token: int = 0
+    weight: Any = None
+    root: float = 0.0
+    bound: float = 0.0
+    start: int = 0
+    saturation: Any = None
     gap: float = 0.0
+    size: Any = 0
+    size_block: Any = 0
+
+
+@triton.jit
+def mixing_weights(batch, head, tokens, real, exact):
+    """Compute g `[T]`."""
+    log_mix = load_numbers(
+        exact.base, exact.base_batch, exact.base_head, exact.base_token, batch, head, tokens, real, 0.0
+    )  # fmt: skip
+    if exact.weight is not None:
+        columns = tl.arange(0, exact.size_block)
+        inside = columns < exact.size
+        first = exact.query + batch.to(tl.int64) * exact.query_batch + head.to(tl.int64) * exact.query_head
+        offsets = tokens.to(tl.int64)[:, None] * exact.query_token + columns[None, :]
+        query = tl.load(first + offsets, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        weight = tl.load(exact.weight + head * exact.size + columns, mask=inside, other=0.0).to(tl.float32)
+        drawn = tl.sum(query * weight[None, :], axis=1) * exact.root
+        log_mix += tl.minimum(tl.maximum(drawn, -exact.bound), exact.bound)
+    if exact.saturation is not None:
+        log_mix -= tl.log(1 + tl.maximum(tokens + exact.start, 0).to(tl.float32) / exact.saturation)
+    return log_mix
 
 
 @triton.jit
@@ -261,12 +319,14 @@ def merge(above, below, row_scale, before, batch, head, tokens, real, query_map,
     # A row without an exact key has -inf for both; after an earlier pass for c only.
     top = finite(load_numbers(exact.top, exact.batch, exact.head, exact.token, batch, head, tokens, real, 0.0))
     mass = tl.exp(log_sum - top)
-    log_mix = load_numbers(
-        exact.log_mix, exact.mix_batch, exact.mix_head, exact.mix_token, batch, head, tokens, real, 0.0
-    )  # fmt: skip
+    log_mix = mixing_weights(batch, head, tokens, real, exact)
     if query_map.log_scale is not None:
         log_mix += bounded(row_scale - top, exact.gap)
     factor = tl.exp(log_mix)
+    if exact.code is not None:
+        first = exact.code + batch.to(tl.int64) * exact.code_batch
+        flags = tl.load(first + tokens * exact.code_token, mask=real, other=0)
+        factor = tl.where((flags & 2) != 0, 0.0, factor)
     return mass[:, None] * before + factor[:, None] * above, mass + factor * below, top
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..calls import Mix, WindowedCall
+from ..calls import WindowedCall
 from ..common import DENOMINATOR_EPS, State, readable
 from ..kernel_inputs import has_entries, window_entries
 from ..windowed import LARGEST_GAP
@@ -181,14 +181,7 @@ def step(call: WindowedCall) -> tuple[Tensor, State] | None:
         return None
     after: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     out = torch.empty(batch, heads, 1, value_size, dtype=value.dtype, device=value.device)
-    base, mix, bound, saturation = call.log_mix, None, 0.0, None
-    if isinstance(base, Mix):
-        mix = base.weight.contiguous()
-        bound = base.bound
-        saturation = base.saturation
-        base = base.base
-    else:
-        base = call.log_mixing_weights()
+    base, mix, bound, saturation = call.mixing_formula()
     maps = [map_arguments(fused, size, query.dtype) for fused in call.fused]
     columns = min(power_of_two(value_size), 64)
     arguments = [
