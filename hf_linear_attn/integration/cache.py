@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 )
 
 from ..mechanisms.base import AttentionInputs
-from ..ops.common import InPlaceState, State, compute_dtype
+from ..ops.common import InPlaceState, State, compute_dtype, may_read
 from .cache_argument import find_cache
 from .context import forward_context
 
@@ -192,9 +192,9 @@ class LinearStateLayer(CacheLayerMixin):
     def check_mask(self, mask: Tensor) -> None:
         """Raise where a mask `[B | 1, S]` says something else of the tokens in the state than earlier calls did.
 
-        Where one of these was compiled, that is not known.
+        Where one of these was recorded as a graph, that is not known.
         """
-        if torch.compiler.is_compiling():
+        if not may_read(mask):
             return
         count, previous = self.seen
         # The first layer of a forward pass compares for all others, which have the same tensors.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from ..ops.common import may_read
 from .adapters import mpt
 from .context import ModelRun, forward_context
 from .packing import MASK_BOUNDARIES, document_numbers
@@ -95,7 +96,7 @@ def _mask(
         queries: Any = kwargs.get("q_length")
         same_sequence = causal or mask.shape[1] == queries
         # Reading the values would break a graph; outside of one it saves every layer a pass over its keys and values.
-        if same_sequence and not torch.compiler.is_compiling() and bool(mask.all()):
+        if same_sequence and may_read(mask) and bool(mask.all()):
             return None
         if causal:
             return mask

@@ -206,6 +206,11 @@ def token_blocks(
         yield start, stop, part, tuple(mask_tokens(x[:, :, start:stop].to(compute_dtype(x)), part) for x in tensors)
 
 
+def may_read(tensor: Tensor) -> bool:
+    """Return whether the host may read numbers of a tensor: in no graph that torch.compile or CUDA records."""
+    return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def is_free(length: int) -> bool:
     """Return whether a length is free in the graph that is being exported. Nothing may branch on it or loop over it."""
     return torch.compiler.is_exporting() and not isinstance(length, int)

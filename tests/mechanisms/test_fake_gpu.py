@@ -21,12 +21,16 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_linear_attn.integration import cache
+from hf_linear_attn.integration import mask as integration_mask
+from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.mechanisms.base import AttentionInputs
 from hf_linear_attn.ops import flex, kernel_inputs
 from hf_linear_attn.ops.triton import backend
 from hf_linear_attn.registry import ATTENTIONS
 from tests.cases import every_direction
-from tests.small import mechanism
+from tests.small import mechanism, patched
+from tests.tiny_models import DECODERS, FAMILIES
 
 HEADS, GROUPS, DIM, LENGTH = 4, 2, 16, 200
 DEVICE = "meta"
@@ -60,6 +64,10 @@ def on_device(tensor: Tensor) -> Tensor:
 def built(name: str, causal: bool, **options: Any) -> Any:
     with unset_fake_temporarily():
         module = mechanism(name, causal, HEADS, GROUPS, DIM, DIM, **options).bfloat16()
+    return moved(module)
+
+
+def moved(module: Any) -> Any:
     for part in module.modules():
         for key, parameter in list(part.named_parameters(recurse=False)):
             part.register_parameter(key, torch.nn.Parameter(on_device(parameter)))
@@ -212,6 +220,27 @@ def test_launches(name, options, decoder, encoder, step, launches):
             _, state = module(inputs(LENGTH, True, return_state=True))
         tokens = inputs(1, True, mask, state=state, return_state=True)
         assert count(launches, module, tokens) <= step, launches.counts
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["elu", "window"])
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_models_that_cuda_records(family, name, masked, monkeypatch):
+    """What a mask hides is read once a pass, but not while a graph is recorded."""
+    for module in (cache, integration_mask):
+        monkeypatch.setattr(module, "may_read", lambda tensor: False)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)  # it knows no device "meta"
+    with unset_fake_temporarily():
+        model = patched(name, family).eval()
+    moved(model)
+    ids = torch.zeros(2, 30, dtype=torch.long, device=DEVICE)
+    mask = torch.ones_like(ids) if masked else None
+    with torch.no_grad():
+        out = model(input_ids=ids, attention_mask=mask)
+        if family in DECODERS:
+            longer = None if mask is None else torch.ones(2, 31, dtype=torch.long, device=DEVICE)
+            out = model(input_ids=ids[:, :1], attention_mask=longer, **cache_argument(model, output_cache(out)))
+    assert out.logits.device.type == DEVICE
 
 
 def test_a_number_that_the_host_reads_is_found():

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ...ops.common import may_read
 from ...ops.disentangled import Disentangled
 from .base import LEAST_WINDOW, OutsideAdapter, call_interface, register
 
@@ -17,7 +18,7 @@ def _padding_mask(encoder: Any, attention_mask: Tensor) -> Tensor | None:
     """Return a mask `[B, 1, 1, L]` of real tokens, None where all are; that of all pairs for one of them."""
     if attention_mask.dim() > 2:
         return type(encoder).get_attention_mask(encoder, attention_mask)
-    if not torch.compiler.is_compiling() and bool(attention_mask.all()):
+    if may_read(attention_mask) and bool(attention_mask.all()):
         return None
     return attention_mask.bool()[:, None, None, :]
 
