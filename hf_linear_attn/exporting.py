@@ -206,7 +206,23 @@ def simplified(exported: Any) -> Any:
         optimizer.fold_constants(component.program)
         CommonSubexpressionEliminationPass()(component.program)
         optimizer.remove_unused_nodes(component.program)
+        _hide_weights_of_heads(component.program.graph)
     return exported
+
+
+def _hide_weights_of_heads(graph: Any) -> None:
+    """Let ONNX Runtime's quantization leave products with a weight a head as they are.
+
+    It takes all weights for those of linear layers, and could not run these with one scale a channel.
+    """
+    import onnx_ir as ir
+
+    for node in list(graph):
+        if node.op_type != "MatMul" or not node.inputs[1].is_initializer() or len(node.inputs[1].shape) < 3:
+            continue
+        hidden = ir.node("Identity", [node.inputs[1]])
+        graph.insert_before(node, hidden)
+        node.replace_input_with(1, hidden.outputs[0])
 
 
 def _link_states(exported: Any) -> None:

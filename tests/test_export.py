@@ -15,11 +15,11 @@ from hf_linear_attn.exporting import export_model, padded_inputs
 from hf_linear_attn.integration.cache import state_layer
 from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.positions import length_limit
-from tests.comparing import assert_close, logits
+from tests.comparing import assert_close, logits, relative_error
 from tests.inputs import padded_batch, token_ids
 from tests.slow_cases import long, slow_rows
 from tests.small import on_the_grid, patched
-from tests.tiny_models import Family, save_checkpoint, tiny_model
+from tests.tiny_models import BERT, Family, save_checkpoint, tiny_model
 
 pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
 base = pytest.importorskip("transformers.exporters.base", reason="Transformers before 5.23 has no exporters")
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 #: Precision of OpenVINO, which is bfloat16 by default where the processor has it.
 OPENVINO = {"INFERENCE_PRECISION_HINT": "f32"}
 
+ONE_BERT = Family("bert", False, (), BERT.model_class, num_layers=1)
 ONE_LLAMA = Family("llama", True, (), num_layers=1)
 
 
@@ -174,6 +175,35 @@ def test_a_decoder_with_exact_heads_goes_on_with_any_number_of_rows(name, cache_
             cache = output_cache(output)
             real = batch["attention_mask"][:, stop - 1].bool()
             assert_close(output.logits[real, -1], expected[real, stop - 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), [(ONE_BERT, "window"), (ONE_LLAMA, "hedgehog")])
+def test_onnx_runtime_quantizes_the_linear_layers_only(family, name, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    quantization = pytest.importorskip("onnxruntime.quantization")
+    model = patched(name, family)
+    exported, _ = export_model(model, "onnx")
+    exported.save_pretrained(tmp_path)
+    for path in tmp_path.glob("*.onnx"):
+        quantization.quantize_dynamic(path, path, per_channel=True)
+        graph = onnx.load(path).graph
+        ranks = {tensor.name: len(tensor.dims) for tensor in graph.initializer}
+        weights = [node.input[1] for node in graph.node if node.op_type == "MatMulInteger"]
+        assert len(weights) >= 7
+        assert {ranks[weight] for weight in weights} == {2}
+    runner = base.ExportedModel.from_pretrained(tmp_path, device="cpu").runners
+    inputs, empty = padded_inputs(model, (40, 33)), {}
+    if family.causal:
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+        cache = DynamicCache(config=model.config)
+        state_layer(cache, 0)
+        empty = cache_argument(model, cache)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    actual = runner["prefill" if family.causal else "model"](**inputs, **empty)[0]
+    real = inputs["attention_mask"].bool()
+    assert relative_error(actual[real], expected[real]) <= 0.1
 
 
 @pytest.mark.parametrize("package", ["onnxscript", "transformers.exporters"])

