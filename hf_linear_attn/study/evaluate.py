@@ -204,7 +204,8 @@ def measure_quality(
     """Measure every variant of a model; return the numbers, and a loader of the last linear one of each label."""
     fidelity: dict[str, Metric] = {}
     if not evaluated.kind.is_encoder_decoder:
-        fidelity["fidelity"] = FidelityMetric(held_out_batches(evaluated.data)[:FIDELITY_BATCHES])
+        batches = held_out_batches(evaluated.data)
+        fidelity["fidelity"] = FidelityMetric(batches[:FIDELITY_BATCHES])
     measured: list[list[Measured]] = []
     linear: dict[str, Callable[[], PreTrainedModel]] = {}
     for variants in rows:
