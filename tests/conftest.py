@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from hf_linear_attn.ops import common, windowed
+from hf_linear_attn.ops import common, window_blocks
 from tests.sampling import mark_all_but_a_sample
 
 #: Folders whose tests have many cases -> of how many cases of a test the quick suite runs one.
@@ -72,4 +72,4 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_window_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let windows have groups of a few short blocks."""
     for name, value in {"MIN_BLOCK": 4, "MAX_BLOCK": 8, "MIN_GROUP": 2, "GROUP_ELEMENTS": 1}.items():
-        monkeypatch.setattr(windowed, name, value)
+        monkeypatch.setattr(window_blocks, name, value)

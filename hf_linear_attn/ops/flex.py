@@ -28,7 +28,8 @@ from .kernel_inputs import unsupported_inputs
 from .sinks import Sinks, end_positions, first_tokens, take_tokens
 from .triton import interpreted
 from .triton.backend import TritonBackend, installed
-from .windowed import FLOOR, LARGEST_GAP, gather_tokens, make_ring, pad_tokens
+from .window_tokens import gather_tokens, make_ring, pad_tokens
+from .window_weights import FLOOR, LARGEST_GAP
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask  # imports torch.compile, which takes seconds

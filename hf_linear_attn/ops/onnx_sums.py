@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .common import DENOMINATOR_EPS
-from .windowed import FLOOR
+from .window_weights import FLOOR
 
 #: Tokens of a chunk; where each feature decays, where each has a log scale, and where each token corrects the state.
 CHUNK, FEATURE_CHUNK, PIECE, STEP = 64, 32, 8, 1

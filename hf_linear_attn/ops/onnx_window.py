@@ -14,7 +14,8 @@ import numpy as np
 
 from .common import DENOMINATOR_EPS
 from .onnx_sums import END, FLOAT, INT64, constant, joined, running_sums, swapped, within
-from .windowed import BLOCKED, FLOOR, LARGEST_GAP, MAX_BLOCK, MIN_BLOCK
+from .window_blocks import BLOCKED, MAX_BLOCK, MIN_BLOCK
+from .window_weights import FLOOR, LARGEST_GAP
 
 #: Most blocks of rows handled at once.
 GROUP = 8

@@ -15,7 +15,8 @@ from .common import KVState, State, compute_dtype, finite_or_zero, mask_tokens, 
 from .kernelized import key_state, masked_key_features
 from .ranks import Ranks
 from .sinks import Sinks, first_with_number, repeated, take_tokens, token_numbers
-from .windowed import pad_tokens, windowed_bidirectional
+from .window_tokens import pad_tokens
+from .windowed import windowed_bidirectional
 
 
 def _add_states(states: KVState, chosen: Tensor) -> KVState:

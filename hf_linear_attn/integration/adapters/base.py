@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...ops.windowed import MIN_BLOCK
+from ...ops.window_blocks import MIN_BLOCK
 
 #: Narrowest window of modules with vectors of distances: blocks of tokens are no longer than it.
 LEAST_WINDOW = MIN_BLOCK

@@ -7,7 +7,7 @@ from ..calls import Mix, WindowedCall
 from ..common import InPlaceState, State, mask_tokens
 from ..kernel_inputs import has_entries, window_entries
 from ..sinks import attend_from_sinks, end_tokens, first_tokens, take_tokens
-from ..windowed import gather_tokens
+from ..window_tokens import gather_tokens
 from . import binding
 from .binding import Numbers, Tensors, differentiable, empty, output
 from .terms import term_inputs

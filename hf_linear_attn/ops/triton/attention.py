@@ -13,7 +13,7 @@ from torch import Tensor
 from ..calls import FarPass, KernelizedCall
 from ..common import DENOMINATOR_EPS, State, first_derivative, parameter_gradient, readable, split_chunks, token_major
 from ..formulas import PARTS, FusedMap
-from ..windowed import LARGEST_GAP
+from ..window_weights import LARGEST_GAP
 from . import interpreted, kernels, power_of_two
 from .kernels import ExactArguments
 from .maps import MapArguments, Rows, map_gradients, map_tokens

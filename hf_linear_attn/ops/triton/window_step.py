@@ -14,7 +14,7 @@ from torch import Tensor
 from ..calls import WindowedCall
 from ..common import DENOMINATOR_EPS, State, readable
 from ..kernel_inputs import has_entries, window_entries
-from ..windowed import LARGEST_GAP
+from ..window_weights import LARGEST_GAP
 from . import padded_features, power_of_two
 from .attention import launch, map_arguments, mask_bytes, on_device, rows
 from .backend import unsupported_sizes
