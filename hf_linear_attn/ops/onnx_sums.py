@@ -197,11 +197,11 @@ def causal_sums(
             past = op.Mul(queries, op.Unsqueeze(op.Exp(op.Sub(before, largest)), [2, 4]))
             after = op.Max(op.ReduceMax(offset, [2], keepdims=0), top)
             floor = op.Unsqueeze(op.Max(after, FLOOR), [2])
-            kept = op.Unsqueeze(op.Exp(op.Sub(before, floor)), [3])
+            decay_factor = op.Unsqueeze(op.Exp(op.Sub(before, floor)), [3])
             written = op.Mul(features, op.Unsqueeze(op.Exp(op.Sub(offset, floor)), [3]))
             state = [after if last is None else op.Add(after, op.Squeeze(last, [2, 3]))]
         else:
-            kept = None if decay is None else op.Exp(swapped(op, last))
+            decay_factor = None if decay is None else op.Exp(swapped(op, last))
             written = features if decay is None else op.Mul(features, op.Exp(op.Sub(last, decay)))
             past = queries if decay is None else op.Mul(queries, op.Unsqueeze(op.Exp(decay), [2]))
             if by_feature:
@@ -214,7 +214,7 @@ def causal_sums(
             state = []
         out = op.MatMul(op.Mul(weights, lower), op.Unsqueeze(values, [2]))
         out = op.Add(out, op.MatMul(past, op.Unsqueeze(total, [2])))
-        total = total if kept is None else op.Mul(total, kept)
+        total = total if decay_factor is None else op.Mul(total, decay_factor)
         return op.Add(total, op.MatMul(swapped(op, written), values)), *state, out
 
     out, *after = _scan_chunks(op, step, size, length, start)
@@ -259,14 +259,14 @@ def causal_efficient(
         normaliser = op.Add(op.ReduceSum(inside, [3], keepdims=0), op.Mul(past, ones))
         shares = op.Div(op.Gather(rows, tokens, axis=3), op.Unsqueeze(op.Max(normaliser, DENOMINATOR_EPS), [2]))
         weights = op.MatMul(op.Unsqueeze(shares, [4]), op.Unsqueeze(swapped(op, inside, 5), [2]))
-        sums = op.Unsqueeze(op.Slice(total, [0], [-1], [3]), [2])
+        numerators = op.Unsqueeze(op.Slice(total, [0], [-1], [3]), [2])
         out = op.MatMul(op.Squeeze(weights, [4]), op.Unsqueeze(op.Slice(values, [0], [-1], [3]), [2]))
-        out = op.Add(out, op.MatMul(op.Mul(shares, op.Unsqueeze(past, [2])), sums))
+        out = op.Add(out, op.MatMul(op.Mul(shares, op.Unsqueeze(past, [2])), numerators))
         after = op.Max(op.ReduceMax(logits, [2], keepdims=0), top)
         floor = op.Max(after, FLOOR)
-        kept = op.Mul(total, op.Unsqueeze(op.Exp(op.Sub(top, floor)), [3]))
+        rescaled = op.Mul(total, op.Unsqueeze(op.Exp(op.Sub(top, floor)), [3]))
         written = op.Exp(op.Sub(logits, op.Unsqueeze(floor, [2])))
-        return op.Add(kept, op.MatMul(swapped(op, written), values)), after, out
+        return op.Add(rescaled, op.MatMul(swapped(op, written), values)), after, out
 
     out, *after = _scan_chunks(op, step, PIECE, length, start)
     return _joined_heads(op, out), *after

@@ -77,7 +77,7 @@ def window(
     far_value = op.Mul(op.Slice(value, [0], length, [2]), op.Unsqueeze(op.Cast(far, to=FLOAT), [1, 3]))
     key_scale = None if key_scale is None else op.Where(op.Unsqueeze(far, [1]), key_scale, -np.inf)
     front = reach * size - window if causal else None
-    sums, after = _far_sums(op, key_values, key_scale, far_value, count, size, reach, front)
+    far_states, after = _far_sums(op, key_values, key_scale, far_value, count, size, reach, front)
 
     # What depends on lengths and padding alone, which all layers share: k groups of b blocks.
     numbers = _groups(op, count)
@@ -145,13 +145,13 @@ def window(
         features = rows_of(query_values)
         edge_keys = op.Gather(key_values, edge_at, axis=2)
         weights = unfolded(op.MatMul(features, swapped(op, edge_keys, 5)))
-        carried = op.MatMul(features, op.Gather(sums[0], numbers, axis=2))
+        carried = op.MatMul(features, op.Gather(far_states[0], numbers, axis=2))
         factor = unfolded(rows_of(mixed)) if mixes_rows else mixed
         exponent = None if query_scale is None else unfolded(rows_of(query_scale))
         if key_scale is None:
             weights = op.Mul(weights, outside)
         else:
-            before = op.Unsqueeze(op.Gather(sums[1], numbers, axis=2), [3, 4, 5])
+            before = op.Unsqueeze(op.Gather(far_states[1], numbers, axis=2), [3, 4, 5])
             scale = op.Add(op.Unsqueeze(op.Gather(key_scale, edge_at, axis=2), [3, 4]), outside)  # [B, G, b, 1, c, E]
             far_scale = op.Max(op.ReduceMax(scale, [-1]), before)
             floor = op.Max(far_scale, FLOOR)
