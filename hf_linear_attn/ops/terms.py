@@ -47,7 +47,8 @@ class Terms:
     slope: Tensor | None = None
 
     def __bool__(self) -> bool:
-        return any(value is not None for value in (self.sink, self.softcap, self.bias, self.relative, self.slope))
+        # Every decoding step comes here, so that it is terse.
+        return not (self.sink is self.softcap is self.bias is self.relative is self.slope is None)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Terms:
         """Apply a function to the tensors, whose first dimension is that of the query heads."""
