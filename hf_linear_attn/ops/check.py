@@ -12,7 +12,7 @@ from torch import Tensor
 from . import kernelized
 from .calls import KernelizedCall, WindowedCall
 from .common import State, compute_dtype
-from .formulas import FusedMap
+from .formulas import FusedMap, FusedMaps
 from .windowed import windowed
 
 logger = logging.getLogger(__name__)
@@ -53,14 +53,18 @@ _reasons: dict[tuple[str, Case], str | None] = {}
 def checked_reason(name: str, run: Run, call: CheckedCall) -> str | None:
     """Return why a backend's kernels, by which `run` computes a call, cannot be used for such calls on this device, or
     None if a small case came out right, which runs at the first call."""
-    case = case_of(call)
+    assert call.fused is not None
+    return checked_case(name, run, case_of(call), call.fused)
+
+
+def checked_case(name: str, run: Run, case: Case, fused: FusedMaps) -> str | None:
+    """Return `checked_reason` of calls of a case; of the maps it reads the sizes of their tensors only."""
     if (name, case) not in _reasons:
         if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured, and these kernels were not checked before"
-        assert call.fused is not None
-        _reasons[name, case] = reason = compare(run, case, call.fused)
+        _reasons[name, case] = reason = compare(run, case, fused)
         if reason is not None:
-            what = f"{call.fused[0].activation} features of {case.dtype} inputs"
+            what = f"{fused[0].activation} features of {case.dtype} inputs"
             logger.warning("No %s kernels for %s: %s. Attention runs in torch operations.", name, what, reason)
     return _reasons[name, case]
 

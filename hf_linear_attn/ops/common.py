@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ BLOCK_QUANTUM = 128
 #: Attribute of a module that holds accelerate's hook: `pre_forward` loads its tensors, `post_forward` offloads them.
 ACCELERATE_HOOK = "_hf_hook"
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 State = dict[str, Tensor]
@@ -333,8 +334,8 @@ def parameter_gradient(parts: Tensor, parameter: Tensor) -> Tensor:
     return (total.sum(dim=0, keepdim=True) if parameter.shape[0] == 1 else total).to(parameter.dtype)
 
 
-def constant_result(function: Callable[[], T]) -> Callable[[], T]:
-    """Mark a function whose result is a constant where torch.compile traces a call, and return it.
+def constant_result(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function of constants whose result is one where torch.compile traces a call, and return it.
 
     This is `torch.compiler.assume_constant_result`, which imports the compiler, as long as torch itself takes.
     """

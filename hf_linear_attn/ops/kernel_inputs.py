@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .calls import BackendCall, WindowedCall
+from .calls import BackendCall, KernelizedCall, WindowedCall
 from .common import State
 from .formulas import PARTS, FusedMap
 from .int8 import row_size
@@ -24,8 +24,8 @@ def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
     if call.terms and (reason := _unsupported_terms(call)) is not None:
         return reason
     compiling = torch.compiler.is_compiling()
-    if compiling and device_types != ("cpu",):
-        return "torch.compile traces torch operations only"
+    if compiling and device_types != ("cpu",) and (not isinstance(call, KernelizedCall) or call.needs_grad()):
+        return "torch.compile traces torch operations only, but for kernelized attention without gradients"
     if query.device.type not in device_types:
         return f"the tensors are on {query.device.type}"
     if call.signed:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
-from hf_linear_attn.ops import backends, check, flex, kernelized, windowed
+from hf_linear_attn.ops import backends, check, flex, kernel_inputs, kernelized, windowed
 from hf_linear_attn.ops.calls import KernelizedCall, Mix, WindowedCall
 from hf_linear_attn.ops.formulas import FusedMap
-from hf_linear_attn.ops.triton import attention, window_step
+from hf_linear_attn.ops.triton import attention, backend, window_step
 from hf_linear_attn.ops.triton.backend import TritonBackend, interpreted
 from hf_linear_attn.ops.triton.kernels import ExactArguments
 from hf_linear_attn.registry import FEATURE_MAPS
@@ -319,6 +319,44 @@ def test_by_name_through_the_interface():
     call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), True)
     with backends.use_backend("triton"), torch.no_grad():
         assert_near(backends.attend(call)[0], definition(call))
+
+
+@BOTH
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+"])
+def test_graphs_of_torch_compile_hold_the_kernels(name, checked, causal, monkeypatch):
+    """They are checked while the first call is traced; decoders continue from a state."""
+    torch.compiler.reset()  # a function is compiled a few times only
+    seen, run = [], attention.run
+    monkeypatch.setattr(attention, "run", lambda call: seen.append(call) or run(call))
+    if checked:  # as where they are not interpreted
+        monkeypatch.setattr(check, "PIECES", (40, 20, 1))
+        monkeypatch.setattr(check, "RUNS", 2)
+        monkeypatch.setattr(check, "_reasons", {})
+        monkeypatch.setattr(backend, "interpreted", lambda: False)
+        monkeypatch.setattr(kernel_inputs, "GPU", "cpu")
+    feature_map, (query, key, value) = build(name, 4, 2, 9, 6), inputs((2, 4, 2, 50))
+    mask = masks((2, 4, 2, 50), "left")
+
+    def attend(piece, state):
+        tensors = (tensor[:, :, piece] for tensor in (query, key, value))
+        return backends.attend(make_call(feature_map, *tensors, causal, mask[:, piece], state, keep=causal))
+
+    compiled, state, own = torch.compile(attend, backend="aot_eager", fullgraph=True), None, None
+    pieces = [slice(0, 40), slice(40, 50), slice(49, 50)] if causal else [slice(0, 50)]
+    with backends.use_backend("triton"), torch.no_grad():
+        for index, piece in enumerate(pieces):
+            out, state_after = compiled(piece, state)
+            assert len(seen) == (index + 1 + (len(check.PIECES) if causal else 1) * check.RUNS * checked)
+            expected, own = backends.TorchBackend().run(
+                make_call(feature_map, *(x[:, :, piece] for x in (query, key, value)), causal, mask[:, piece], own,
+                          keep=causal)
+            )  # fmt: skip
+            assert_near(out, expected, 1e-4)
+            assert (state_after is None) == (own is None)
+            for entry, numbers in (own or {}).items():
+                assert_near(state_after[entry], numbers, 1e-4)
+            state = state_after
 
 
 @pytest.mark.parametrize("gap", [14.0, 25.0])

@@ -2,14 +2,16 @@
 
 import functools
 import importlib.util
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import kernel_inputs
 from ..calls import BackendCall, KernelizedCall, WindowedCall
-from ..check import checked_reason
-from ..common import State
-from ..formulas import PARTS
+from ..check import Case, case_of, checked_case, checked_reason
+from ..common import State, constant_result, token_major
+from ..formulas import PARTS, FusedMap
 from ..kernel_inputs import unsupported_inputs
 from . import MAX_FEATURES, MAX_HEAD_DIM, MAX_PROJECTED_PAIRS, interpreted, padded_features
 
@@ -18,6 +20,10 @@ from . import MAX_FEATURES, MAX_HEAD_DIM, MAX_PROJECTED_PAIRS, interpreted, padd
 def installed() -> bool:
     """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+#: The same; a constant where torch.compile traces a call.
+_installed = constant_result(lambda: installed())
 
 
 class TritonBackend:
@@ -46,19 +52,105 @@ class TritonBackend:
             return reason
         if call.fused[1].scaled and call.needs_grad():
             return "gradients through a log scale of keys are not fused"
-        if not installed():
+        if not _installed():
             return "Triton is not installed (pip install triton)"
-        if call.query.device.type == "cpu":  # interpreted
+        if interpreted():
             return None
+        if torch.compiler.is_compiling():
+            tensors = [x for fused in call.fused for x in (fused.weight, fused.bias)]
+            sizes = tuple(None if x is None else ((*x.shape,), x.dtype) for x in tensors)
+            return _checked_constant((*case_of(call),), sizes)  # a tuple with names would arrive without its values
         from . import attention
 
         return checked_reason(self.name, attention.run, call)
 
     def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
+        assert isinstance(call, KernelizedCall)
+        if torch.compiler.is_compiling():
+            return _run_operator(call)
         from . import attention
 
-        assert isinstance(call, KernelizedCall)
         return attention.run(call)
+
+
+# --------------------------------------------------------------------------------------------------------- The operator
+
+
+@constant_result
+def _checked_constant(fields: tuple[Any, ...], sizes: tuple[Any, ...]) -> str | None:
+    """Return `checked_reason` where torch.compile traces a call: from the fields of its case, and from the shape and
+    dtype of weight and bias of both maps, constants of the graph."""
+    from . import attention
+
+    case = Case(*fields)
+    first, second = case.maps
+    tensors = [None if size is None else torch.zeros(size[0], dtype=size[1], device=case.device) for size in sizes]
+    fused = FusedMap(first[0], *tensors[:2]), FusedMap(second[0], *tensors[2:])  # type: ignore[arg-type]
+    return checked_case(TritonBackend.name, attention.run, case, fused)
+
+
+def _run_operator(call: KernelizedCall) -> tuple[Tensor, State | None]:
+    """Compute a call inside of a graph of torch.compile, as `hf_linear_attn::triton`."""
+    assert call.fused is not None
+    state = call.state or {}
+    tensors = [call.mask, *(x for fused in call.fused for x in (fused.weight, fused.bias)), *map(state.get, _STATE)]
+    numbers = [float(getattr(fused, name)) for fused in call.fused for name in _NUMBERS]
+    activations = " ".join(fused.activation for fused in call.fused)
+    out, *after = _operator(call.query, call.key, call.value, tensors, activations, numbers, call.causal)
+    return out, dict(zip(_STATE, after, strict=False)) if call.return_state else None
+
+
+#: The entries of the state, and the numbers of a map.
+_STATE = ("kv", "k_sum", "log_scale")
+_NUMBERS = ("in_scale", "bias_scale", "alpha", "epsilon", "factor")
+
+
+@torch.library.custom_op("hf_linear_attn::triton", mutates_args=())
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor | None],
+    activations: str,
+    numbers: list[float],
+    causal: bool,
+) -> list[Tensor]:
+    """Return the output, and if it is causal the state after the last token.
+
+    tensors: The mask, weight and bias of both maps, and the state before, each of them or None.
+    """
+    from . import attention
+
+    mask, *learned = tensors[:5]
+    names = activations.split()
+    first, second = (dict(zip(_NUMBERS, part, strict=True)) for part in (numbers[:5], numbers[5:]))
+    maps = FusedMap(names[0], learned[0], learned[1], **first), FusedMap(names[1], learned[2], learned[3], **second)
+    size = maps[0].num_features(query.shape[3])
+    state = {name: tensor for name, tensor in zip(_STATE, tensors[5:], strict=True) if tensor is not None}
+    functions = maps[0].features, maps[1].features
+    call = KernelizedCall(query, key, value, *functions, maps, size, causal, mask=mask, state=state or None)
+    out, after = attention.run(call)
+    return [out, *(after or {}).values()]
+
+
+@_operator.register_fake
+def _operator_outputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor | None],
+    activations: str,
+    numbers: list[float],
+    causal: bool,
+) -> list[Tensor]:
+    out = token_major((*query.shape[:3], value.shape[3]), value.dtype, value.device)
+    if not causal:
+        return [out]
+    activation = activations.split()[1]
+    fused = FusedMap(activation, tensors[3])
+    sizes = *key.shape[:2], fused.num_features(key.shape[3])
+    states = [(*sizes, value.shape[3]), sizes, *([sizes[:2]] if fused.scaled else [])]
+    return [out, *(torch.empty(size, device=out.device) for size in states)]
 
 
 def unsupported_sizes(call: KernelizedCall | WindowedCall) -> str | None:
