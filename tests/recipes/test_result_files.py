@@ -29,7 +29,6 @@ FORMER = {
     "glue-features.json",
     "glue-remedies.json",
     "glue-windows.json",
-    "sentence-encoder",
     "smollm2",
 }
 
