@@ -628,6 +628,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity": fidelity_tables,
     "glue": glue_table,
     "glue-exact-heads": partial(glue_table, "glue-exact-heads.json"),
+    "glue-start": partial(glue_table, "glue-start.json"),
     "linear-part": linear_part_table,
     "long": proteins_table,
     "mechanisms": mechanisms_table,
