@@ -363,13 +363,18 @@ def split_articles(text: str) -> list[str]:
     return [article for article in articles if article.strip()]
 
 
-def check_columns(splits: DatasetDict, columns: Sequence[str]) -> None:
-    """Raise a ValueError with near matches if a column is missing in a split."""
+#: What to do without labels.
+UNLABELLED = "Without labels, give --task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
+
+
+def check_columns(splits: DatasetDict, columns: Sequence[str], labels: Sequence[str] = ()) -> None:
+    """Raise a ValueError with near matches if a column, of text or one of labels, is missing in a split."""
     for existing, column in itertools.product(splits.column_names.values(), columns):
         if column not in existing:
             near, listed = near_matches(column, existing), ", ".join(existing)
             remedy = "Name yours with --data.text_columns and --data.label_column."
-            raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}. {remedy}")
+            unlabelled = f" {UNLABELLED}" if column in labels else ""
+            raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}. {remedy}{unlabelled}")
 
 
 def check_text(source: Source, columns: Sequence[str]) -> None:

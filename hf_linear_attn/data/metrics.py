@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ..registry import Registry
 from ..utils.extras import require_packages
@@ -43,6 +44,17 @@ class MetricEntry:
 def perplexity(loss: float) -> float:
     """Return `exp(loss)`, which is finite for any loss: at most `exp(700)`, near the largest number of float64."""
     return math.exp(min(loss, 700.0))
+
+
+def loss_with_error(by_row: Tensor, counts: Tensor) -> tuple[float, float | None]:
+    """Return the mean loss of all targets and its standard error, from the sum and the number of targets of each row.
+
+    The error is that of a ratio of sums over rows, of which the last digit may be chance where there are few. One row
+    does not tell how much rows vary, and has none.
+    """
+    loss = by_row.sum() / counts.sum()
+    error = (by_row - loss * counts).square().sum().sqrt() / counts.sum()
+    return float(loss), float(error) if len(counts) > 1 else None
 
 
 def _classes_metric(name: str, predictions: np.ndarray, references: np.ndarray, **options: Any) -> float:

@@ -253,8 +253,10 @@ def _language_model(task_type: str, tokenizer: Any, data: DataConfig, documents:
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
     task_data = TaskData(task_type, tokenizer, collator, source=source_name(data, documents))
-    source = load_splits(data, [column], documents)
-    task_data.rows = rows_text(sum(map(len, source.splits.values())), cast(int, data.max_length), causal=causal)
+    source = _load(data, [column], documents)
+    count = sum(map(len, source.splits.values()))
+    task_data.rows = rows_text(count, cast(int, data.max_length), causal=causal)
+    source = replace(source, splits=hold_out(source.splits, data.validation_size))
     return task_data, source, partial(encode_blocks if causal else encode_passages, text_column=column)
 
 
@@ -288,7 +290,7 @@ def _load(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | N
     else:
         hub = {"config": data.dataset_config, "revision": data.revision}
         source = load_source(data.dataset, **hub, documents=data.documents, quoting=data.quoting)
-    check_columns(source.splits, columns)
+    check_columns(source.splits, columns, data.label_column)
     check_text(source, [name for name in columns if name in data.text_columns])
     notes = source.notes
     if unused := [name for name in source.splits["train"].column_names if name not in columns]:

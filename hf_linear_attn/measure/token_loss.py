@@ -9,12 +9,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from ..data.metrics import perplexity
+from ..data.metrics import loss_with_error, perplexity
+from ..data.task_data import IGNORED
 from ..utils.models import Batch, evaluation_mode, model_inputs
 from .metric import Metric, Score, in_batches
-
-#: Label of a token that is not to be predicted.
-IGNORED = -100
 
 
 class TokenLoss(Metric):
@@ -43,10 +41,9 @@ class TokenLoss(Metric):
         tokens = int(counts.sum())
         if not tokens:
             raise ValueError("There is no token to predict. Give longer rows.")
-        loss = float(by_row.sum()) / tokens
+        loss, error = loss_with_error(by_row, counts)
         values = {"loss": loss, "perplexity": perplexity(loss)}
-        if len(counts) > 1:  # one row does not tell how much rows vary
-            error = float((by_row - loss * counts).square().sum().sqrt()) / tokens
+        if error is not None:
             values |= {"loss_stderr": error, "perplexity_stderr": values["perplexity"] * error}
         longest = max(len(count) for count in counted)
         values |= {"tokens": tokens, "longest_input": longest + self.predicts_next}

@@ -27,6 +27,7 @@ from ..ops.backends import get_backend
 from ..ops.native.backend import unavailable_reason
 from ..ops.triton.backend import installed as triton_installed
 from ..training.options import TrainingRunConfig
+from ..training.resumable import SeededCollator
 from ..utils.environment import environment
 from ..utils.models import Batch, torch_device
 from ..utils.options import OptionError
@@ -83,7 +84,7 @@ class EvaluatedModel:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of the first held-out row, which inputs for timing are made of."""
+        """The tokens of the longest held-out row, which inputs for timing are made of."""
         rows: Any = next(iter(self.data.validation.values()))
         return [int(token) for token in rows[len(rows) - 1]["input_ids"]]
 
@@ -94,9 +95,9 @@ class EvaluatedModel:
         random.Random(seed).shuffle(order)
         size = max(1, min(32, STEP_TOKENS // self.data.longest))
         rows = rows.select_columns(input_columns(rows, self.kind))
+        collate = SeededCollator(self.data.collator, seed)
         batches: list[Batch] = [
-            self.data.collator([rows[index] for index in order[start : start + size]])
-            for start in range(0, len(order), size)
+            collate([rows[index] for index in order[start : start + size]]) for start in range(0, len(order), size)
         ]
         count = max(1, min(2, len(batches) // 4))
         return batches[count:] or batches, batches[:count]

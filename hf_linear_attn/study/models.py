@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, P
 from ..checkpoints import load_checkpoint, model_without_weights, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
 from ..data.config import DataConfig
+from ..data.files import UNLABELLED
 from ..data.task_data import TaskData
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
@@ -162,8 +163,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
     """Return the error for a checkpoint without a head for its task."""
     remedy = "Give a fine-tuned model, or fine-tune it first: --teacher.num_train_epochs 3."
-    unlabelled = "Without labels, give --task_type: causal-lm for a decoder, embedding or masked-lm for an encoder."
-    return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy} {unlabelled}")
+    return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy} {UNLABELLED}")
 
 
 def _check_pooling(path: str | None) -> None:

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..data.metrics import loss_with_error
 from ..data.task_data import IGNORED
 from ..integration.cache_argument import cache_argument, output_cache
 from ..integration.context import is_learned
@@ -278,13 +279,11 @@ class FinetuningTrainer(ResumableTrainer):
             if not counts.any():
                 raise ValueError("The validation data has no token to predict.")
             assert output.metrics is not None
-            loss = by_row.sum() / counts.sum()
+            loss, error = loss_with_error(by_row, counts)
             prefix = kwargs.get("metric_key_prefix", "eval")
-            output.metrics[f"{prefix}_loss"] = float(loss)
-            if len(counts) > 1:  # one row does not tell how much rows vary
-                # Of a ratio of sums over rows, of which the last digit may be chance where there are few.
-                stderr = (by_row - loss * counts).square().sum().sqrt() / counts.sum()
-                output.metrics[f"{prefix}_loss_stderr"] = float(stderr)
+            output.metrics[f"{prefix}_loss"] = loss
+            if error is not None:
+                output.metrics[f"{prefix}_loss_stderr"] = error
         return output
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:

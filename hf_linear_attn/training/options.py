@@ -87,7 +87,7 @@ class TransferConfig:
     max_grad_norm: float = option(
         1.0, "largest norm of the gradient of all layers, divided by their number; 0: no limit", least=0
     )
-    eval_steps: int = option(50, "steps between evaluations on held-out rows", least=1)
+    eval_steps: int = option(50, "steps between evaluations on training rows that are set aside", least=1)
     patience: int | None = option(None, "stop after this number of evaluations without a better one", least=1)
     logging_steps: int = option(10, "steps between lines in log.jsonl and the trackers", least=1)
 

@@ -275,6 +275,10 @@ def test_columns_are_checked():
         check_columns(splits, ["txt", "label"])
     with pytest.raises(ValueError, match=r"no column 'labels'.*'label'.*--data.text_columns and --data.label_column"):
         check_columns(splits, ["text", "labels"])
+    with pytest.raises(ValueError, match=r"no column 'labels'.*Without labels, give --task_type: causal-lm"):
+        check_columns(splits, ["text", "labels"], ["labels"])
+    with pytest.raises(ValueError, match=r"no column 'txt'.*label_column\.$"):
+        check_columns(splits, ["txt", "label"], ["label"])
 
 
 def real(name: str) -> str:

@@ -249,6 +249,15 @@ def test_documentation_of_python_is_a_text():
     assert len(data.train) > 1000
 
 
+def test_few_documents_are_one_running_text():
+    """Its end is held out, which cuts a document into two."""
+    lines = sample_text(60).splitlines()
+    for count, expected in ((9, "running text, "), (12, "12 documents, ")):
+        documents = [" ".join(lines[first::count]) for first in range(count)]
+        data = load_task_data("embedding", tokenizer(), DataConfig(max_length=12), seed=0, documents=documents)
+        assert data.rows.startswith(expected)
+
+
 def test_documents_are_data_of_their_own():
     with pytest.raises(ValueError, match="two kinds of data: documents, and 'rte'"):
         load_task_data("embedding", tokenizer(), DataConfig(task="rte", max_length=8), 0, documents=["alpha"])

@@ -14,7 +14,9 @@ import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import load_checkpoint
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.data.task_data import load_task_data
+from hf_linear_attn.study.evaluated_model import load_evaluated_model
 from hf_linear_attn.study.kinds import KINDS
+from hf_linear_attn.study.options import EvaluateConfig
 from hf_linear_attn.study.result import ConversionResult
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import quiet, save_decoder, save_encoder, save_task, save_text
@@ -89,3 +91,11 @@ def test_every_way_of_measuring_gives_the_same_number(case: str, folder: Path, t
     metric = kind.metric(rows, teacher)
     assert metric(teacher) == dict(result.scores.teacher)
     assert metric(load_checkpoint(str(out / "model"), kind.model_class)[0]) == dict(result.final)
+
+
+def test_the_masked_tokens_of_a_transfer_are_those_of_its_seed(folder: Path) -> None:
+    data = DataConfig(dataset=str(folder / "text" / "text.txt"), max_length=16)
+    evaluated = load_evaluated_model(str(folder / "masked"), EvaluateConfig(data=data, task_type="masked-lm"))
+    first, again, other = (torch.cat([x["labels"] for x in evaluated.training_batches(seed)[0]]) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
