@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .study.convert import convert as convert
     from .study.convert import finetune as finetune
     from .study.evaluate import evaluate as evaluate
+    from .study.evaluation import Evaluation as Evaluation
     from .study.plan import plan as plan
-    from .study.results import Evaluation as Evaluation
     from .training.calibration import Calibration as Calibration
     from .training.calibration import calibrate as calibrate
     from .training.distillation import DistillationConfig as DistillationConfig
@@ -75,7 +75,7 @@ _NAMES = {
     "training.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
     "measure.recall": ("Recall", "measure_recall"),
     "study.plan": ("plan",),
-    "study.results": ("Evaluation",),
+    "study.evaluation": ("Evaluation",),
     "integration.context": ("is_patched",),
     "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),
     "integration.context_parallel": ("context_parallel",),

@@ -63,8 +63,8 @@ from hf_linear_attn.measure.recall import wilson_interval
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
 from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.study.checkpoint_groups import folder_fingerprint
+from hf_linear_attn.study.conversion_result import ConversionResult
 from hf_linear_attn.study.models import weights_fingerprint
-from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.study.study import Conditions, Study, defaults_of, open_study
 from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.training.head_search import ExactHeads

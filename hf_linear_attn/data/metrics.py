@@ -17,14 +17,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from ..registry import Registry
 from ..utils.extras import require_packages
 from .labels import PROBLEMS, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HUB_PREFIX = "hub:"
 

@@ -60,13 +60,13 @@ class TaskData:
     train: Dataset = field(init=False)
     #: Encoded rows by name. The name is a prefix of metrics' names; it is empty if there is one set only.
     validation: dict[str, Dataset] = field(default_factory=dict)
-    metric: str = "loss"  # it decides which step is best
+    best_step_metric: str = "loss"
     greater_is_better: bool = False
     metric_names: tuple[str, ...] = ()  # all metrics of a classification task
     labelled: Labels | None = None  # of a classification task
     facts: dict[str, int] = field(default_factory=dict)  # numbers of rows and tokens
     longest: int = 0  # tokens of the longest row
-    rows: str = "one row for each example"  # how rows were made
+    row_summary: str = "one row for each example"  # how rows were made
     source: str = ""  # what reports call the data (see `source_name`)
     notes: tuple[str, ...] = ()  # what was assumed to read the data, one sentence each
 
@@ -255,7 +255,7 @@ def _language_model(task_type: str, tokenizer: Any, data: DataConfig, documents:
     task_data = TaskData(task_type, tokenizer, collator, source=source_name(data, documents))
     source = _load(data, [column], documents)
     count = sum(map(len, source.splits.values()))
-    task_data.rows = rows_text(count, cast(int, data.max_length), causal=causal)
+    task_data.row_summary = rows_text(count, cast(int, data.max_length), causal=causal)
     source = replace(source, splits=hold_out(source.splits, data.validation_size))
     return task_data, source, partial(encode_blocks if causal else encode_passages, text_column=column)
 
@@ -395,7 +395,7 @@ def _encode(task: TaskData, source: Source, data: DataConfig, seed: int, encode:
         remedy = f"At least {MIN_ROWS} of each are needed: give more data, or shorter rows (--data.max_length)."
         raise ValueError(f"{task.source} gives {counts}. {remedy}")
     task.longest = max(max(row_lengths(rows)) for rows in every)
-    task.metric = "_".join(filter(None, (next(iter(task.validation)), *(task.metric_names or ("loss",))[:1])))
+    task.best_step_metric = "_".join(filter(None, (next(iter(task.validation)), *(task.metric_names or ("loss",))[:1])))
 
 
 def _row_hashes(rows: Dataset) -> Iterator[int]:

@@ -26,8 +26,8 @@ from ..utils.timing import is_measurable
 from ..version import __version__
 from .budgets import Budget
 from .comparison import Comparison, Quality
+from .conversion_result import ConversionResult
 from .kinds import KINDS
-from .result import ConversionResult
 from .tables import to_markdown
 
 #: A repository: a name, or an owner and a name.

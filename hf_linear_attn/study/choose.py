@@ -24,7 +24,7 @@ from ..utils.models import shared_copy
 from ..utils.timing import is_measurable
 from . import models
 from .budgets import Budget
-from .result import HeadChoice
+from .conversion_result import HeadChoice
 from .stages import TrainingRun
 
 #: Widths of windows that are considered, narrower ones for rows of less than 256 tokens, and shares of exact heads for

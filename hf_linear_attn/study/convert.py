@@ -34,7 +34,7 @@ from ..utils.options import make_config, to_dict
 from . import models
 from .card import exactness, model_card, result_lines
 from .choose import choose_heads, plan_of
-from .result import ConversionResult, HeadChoice, ModelFacts, RecallPair, Scores, SpeedPair, Trainings
+from .conversion_result import ConversionResult, HeadChoice, ModelFacts, RecallPair, Scores, SpeedPair, Trainings
 from .run_folder import RESULTS_FILE
 from .stages import TrainingRun
 

@@ -28,6 +28,7 @@ from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress
 from .checkpoint_groups import CheckpointGroup, find_checkpoints
 from .evaluated_model import EvaluatedModel, held_out_facts, load_evaluated_model
+from .evaluation import Evaluation, Measured
 from .kinds import held_out_batches
 from .options import (
     DECODER_ATTENTIONS,
@@ -38,7 +39,6 @@ from .options import (
     EvaluateConfig,
     with_options,
 )
-from .results import Evaluation, Measured
 from .study import Study, check_study, open_study
 from .timing import SpeedStudy
 from .variants import check_fits, timed_variants, variants_of
@@ -113,7 +113,7 @@ def evaluate(
     device = evaluated.model.device
     with open_study(output, "evaluate", settings, device=device, progress=progress, **where) as study:
         facts = held_out_facts(evaluated.data)
-        progress.log(f"Data: {evaluated.data.source}: {evaluated.data.rows}; {inputs_text(facts)} held out")
+        progress.log(f"Data: {evaluated.data.source}: {evaluated.data.row_summary}; {inputs_text(facts)} held out")
         for note in evaluated.data.notes:
             progress.log(note)
         measured, linear = measure_quality(
@@ -132,7 +132,7 @@ def evaluate(
         tables = examples(evaluated, linear) if examples is not None else {}
     return Evaluation(
         model=evaluated.facts(),
-        data={"source": evaluated.data.source, "rows": evaluated.data.rows, **facts, **evaluated.data.facts},
+        data={"source": evaluated.data.source, "rows": evaluated.data.row_summary, **facts, **evaluated.data.facts},
         settings=json_safe(settings),
         environment=environment(device),
         backend=evaluated.device["backend"],

@@ -17,9 +17,9 @@ from ..utils.files import atomic_write, write_json
 from ..utils.options import make_config
 from .budgets import Budget
 from .card import inconclusive, layers_table, met_by, result_lines
+from .conversion_result import ConversionResult, HeadChoice
 from .convert import execute, prepare_student, result_of
 from .options import PlanConfig
-from .result import ConversionResult, HeadChoice
 from .stages import TrainingRun
 
 #: Files of a plan: what `patch` and `convert` take, and a table of what was measured.

@@ -21,7 +21,7 @@ from .tables import Part, write_page
 from .variants import EXACT_LABEL, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
-    from .results import Evaluation
+    from .evaluation import Evaluation
 
 #: What the tables by length call measurements.
 TITLES = {

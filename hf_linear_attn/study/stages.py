@@ -101,7 +101,7 @@ class TrainingRun(RunFolder):
         facts = data.facts
         held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
         train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
-        self.progress.log(f"Data: {data.rows}; {train}, {held_out:,} to validate on")
+        self.progress.log(f"Data: {data.row_summary}; {train}, {held_out:,} to validate on")
         if facts["train_truncated"]:
             share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
             cut = f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut"
@@ -349,7 +349,7 @@ class TrainingRun(RunFolder):
             values.update(
                 save_strategy="best",
                 load_best_model_at_end=True,
-                metric_for_best_model=data.metric,
+                metric_for_best_model=data.best_step_metric,
                 greater_is_better=data.greater_is_better,
             )
         for argument in options.arguments:

@@ -148,9 +148,9 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
 
 
 @torch.no_grad()
-def calibrate_rows(model: PreTrainedModel, rows: list[Batch]) -> Calibration:
+def calibrate_rows(model: PreTrainedModel, batches: list[Batch]) -> Calibration:
     """Fit the start of each patched layer as `calibrate` does; rows that are too short for that change nothing."""
-    return _fit(model, rows, None)[0]
+    return _fit(model, batches, None)[0]
 
 
 def _fit(model: PreTrainedModel, rows: list[Batch], max_length: int | None) -> tuple[Calibration, bool]:

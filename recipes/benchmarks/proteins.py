@@ -25,7 +25,7 @@ from transformers import (
 import hf_linear_attn as hla
 from hf_linear_attn.data.text import padded_batches
 from hf_linear_attn.mechanisms.window import CLOSED_MIX
-from hf_linear_attn.study.result import ConversionResult
+from hf_linear_attn.study.conversion_result import ConversionResult
 from hf_linear_attn.utils.files import write_json
 from hf_linear_attn.utils.memory import peak_memory
 from hf_linear_attn.utils.models import shared_copy

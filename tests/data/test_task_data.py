@@ -255,7 +255,7 @@ def test_few_documents_are_one_running_text():
     for count, expected in ((9, "running text, "), (12, "12 documents, ")):
         documents = [" ".join(lines[first::count]) for first in range(count)]
         data = load_task_data("embedding", tokenizer(), DataConfig(max_length=12), seed=0, documents=documents)
-        assert data.rows.startswith(expected)
+        assert data.row_summary.startswith(expected)
 
 
 def test_documents_are_data_of_their_own():
@@ -362,4 +362,4 @@ def test_the_first_of_several_validation_splits_decides(tmp_path):
     splits = {name: Dataset.from_dict({"text": part}) for name, part in parts.items()}
     DatasetDict(splits).save_to_disk(tmp_path / "data")
     data = DataConfig(dataset=str(tmp_path / "data"), max_length=16)
-    assert load_task_data("causal-lm", tokenizer(), data, 0).metric == "a_loss"
+    assert load_task_data("causal-lm", tokenizer(), data, 0).best_step_metric == "a_loss"

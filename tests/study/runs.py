@@ -12,8 +12,8 @@ from transformers import BertForSequenceClassification
 
 import hf_linear_attn as hla
 from hf_linear_attn.study.evaluate import run_evaluate
+from hf_linear_attn.study.evaluation import Evaluation
 from hf_linear_attn.study.options import EvaluateConfig, with_options
-from hf_linear_attn.study.results import Evaluation
 from tests.tiny_models import save_checkpoint, tiny_model
 from tests.tiny_text import TOKENS, sample_text, tiny_tokenizer
 

@@ -15,7 +15,14 @@ from hf_linear_attn.measure.metric import Score
 from hf_linear_attn.patching import patch_report
 from hf_linear_attn.study import card as cards
 from hf_linear_attn.study.card import with_error
-from hf_linear_attn.study.result import ConversionResult, HeadChoice, ModelFacts, RecallPair, Scores, SpeedPair
+from hf_linear_attn.study.conversion_result import (
+    ConversionResult,
+    HeadChoice,
+    ModelFacts,
+    RecallPair,
+    Scores,
+    SpeedPair,
+)
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig
 from tests.small import patched
 from tests.tiny_models import BERT

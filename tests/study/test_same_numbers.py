@@ -14,10 +14,10 @@ import hf_linear_attn as hla
 from hf_linear_attn.checkpoints import load_checkpoint
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.data.task_data import load_task_data
+from hf_linear_attn.study.conversion_result import ConversionResult
 from hf_linear_attn.study.evaluated_model import load_evaluated_model
 from hf_linear_attn.study.kinds import KINDS
 from hf_linear_attn.study.options import EvaluateConfig
-from hf_linear_attn.study.result import ConversionResult
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import quiet, save_decoder, save_encoder, save_task, save_text
 

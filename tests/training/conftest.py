@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hf_linear_attn.study.conversion_result import ConversionResult
 from hf_linear_attn.study.convert import convert
-from hf_linear_attn.study.result import ConversionResult
 from tests.training.tiny_runs import convert_config, save_encoder, save_inputs, save_task
 
 

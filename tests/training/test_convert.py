@@ -17,8 +17,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bart
 
 import hf_linear_attn as hla
 from hf_linear_attn.study import choose
+from hf_linear_attn.study.conversion_result import ConversionResult
 from hf_linear_attn.study.convert import convert, finetune
-from hf_linear_attn.study.result import ConversionResult
 from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hf_linear_attn.study.conversion_result import ConversionResult
 from hf_linear_attn.study.convert import convert, finetune
-from hf_linear_attn.study.result import ConversionResult
 from hf_linear_attn.study.study import check_study
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, weights
 

@@ -10,7 +10,7 @@ import pytest
 
 from hf_linear_attn.measure.metric import Score
 from hf_linear_attn.study import report
-from hf_linear_attn.study.results import Evaluation, Measured
+from hf_linear_attn.study.evaluation import Evaluation, Measured
 
 PERPLEXITY = Score("language_model", "perplexity", "perplexity", greater_is_better=False, digits=2)
 ACCURACY = Score("task", "accuracy", "sst2 accuracy")
