@@ -169,10 +169,10 @@ def load_task_data(
 ) -> TaskData:
     """Turn what a person brings into rows of tokens to train on and rows that are held out, the same for every verb.
 
-        rows = load_task_data("causal-lm", tokenizer, DataConfig(dataset="mine.txt", max_length=512), seed=0)
-        rows.train[0]["input_ids"]
-        for name, held_out in rows.validation.items():
-            batch = rows.collator([held_out[0], held_out[1]])
+        loaded = load_task_data("causal-lm", tokenizer, DataConfig(dataset="mine.txt", max_length=512), seed=0)
+        loaded.train[0]["input_ids"]
+        for name, rows in loaded.validation.items():
+            batch = loaded.collator([rows[0], rows[1]])
 
     What rows are depends on the task type alone: of a `causal-lm` blocks of `data.max_length` tokens of joined
     documents, each beginning with what the tokenizer puts before a text (see `encode_blocks`); of a `masked-lm` or an
