@@ -21,7 +21,6 @@ SAID = "former defaults"
 
 #: Results from before files held their defaults that other defaults would change: `hedgehog` outside of windows.
 FORMER = {
-    "budgets",
     "fidelity.json",
     "glue.json",
     "glue-epochs.json",
