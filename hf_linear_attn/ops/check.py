@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import kernelized
 from .calls import KernelizedCall, WindowedCall
-from .common import State, compute_dtype
+from .common import State, compute_dtype, is_capturing
 from .formulas import FusedMap, FusedMaps
 from .windowed import windowed
 
@@ -60,7 +60,7 @@ def checked_reason(name: str, run: Run, call: CheckedCall) -> str | None:
 def checked_case(name: str, run: Run, case: Case, fused: FusedMaps) -> str | None:
     """Return `checked_reason` of calls of a case; of the maps it reads the sizes of their tensors only."""
     if (name, case) not in _reasons:
-        if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(case.device):
             return "a CUDA graph is being captured, and these kernels were not checked before"
         _reasons[name, case] = reason = compare(run, case, fused)
         if reason is not None:

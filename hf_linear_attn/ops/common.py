@@ -207,9 +207,14 @@ def token_blocks(
         yield start, stop, part, tuple(mask_tokens(x[:, :, start:stop].to(compute_dtype(x)), part) for x in tensors)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph of what runs on a device is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def may_read(tensor: Tensor) -> bool:
     """Return whether the host may read numbers of a tensor: in no graph that torch.compile or CUDA records."""
-    return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not torch.compiler.is_compiling() and not is_capturing(tensor.device)
 
 
 def is_free(length: int) -> bool:

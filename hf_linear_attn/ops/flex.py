@@ -23,7 +23,7 @@ from torch import Tensor
 from . import kernel_inputs, kernelized
 from .calls import BackendCall, FarPass, KernelizedCall, WindowedCall
 from .check import checked_reason
-from .common import State, compute_dtype, group_heads, mask_tokens, readable, weighted_mean, with_ones
+from .common import State, compute_dtype, group_heads, is_capturing, mask_tokens, readable, weighted_mean, with_ones
 from .kernel_inputs import unsupported_inputs
 from .sinks import Sinks, end_positions, first_tokens, take_tokens
 from .triton import interpreted
@@ -124,10 +124,9 @@ def _whole(call: WindowedCall) -> tuple[Tensor, State | None]:
     """
     query, key, value = call.query, call.key, call.value
     device, mask = query.device, call.mask
-    on_gpu = device.type == "cuda"
-    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-    known = not (on_gpu and torch.cuda.is_current_stream_capturing()) and not (mask is not None and mask.is_inference())
-    layout_of = _layout if known else _layout.__wrapped__
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    is_volatile = is_capturing(device) or (mask is not None and mask.is_inference())
+    layout_of = _layout.__wrapped__ if is_volatile else _layout
     sizes = query.shape[0], query.shape[2], call.window, call.sinks, call.causal
     layout = layout_of(*sizes, device, stream, None if mask is None else _Mask.of(mask))
     if layout.padding is not None:
