@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HUB_PREFIX = "hub:"
 
-Metric = Callable[[np.ndarray, np.ndarray], float]
+MetricFunction = Callable[[np.ndarray, np.ndarray], float]
 """Takes predictions and references, each `[rows]`, or of several labels a row `[rows, labels]`."""
 
 
@@ -38,7 +38,7 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 class MetricEntry:
     """One metric, and for which labels it is."""
 
-    function: Metric
+    function: MetricFunction
     problem: Problem = "single_label_classification"
     higher_is_better: bool = True
 
@@ -123,7 +123,7 @@ DEFAULT_METRICS: dict[Problem, tuple[str, ...]] = {
 }
 
 
-def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
+def load_metrics(names: Sequence[str]) -> dict[str, MetricFunction]:
     """Return the functions of metrics: names of `METRICS`, or `hub:` names (see the module)."""
     if isinstance(names, str):
         raise TypeError(f"Give the metrics as a list of names, got {names!r}.")
@@ -182,7 +182,7 @@ def constant_answer_score(metric: str, references: Any) -> float:
     return max(defined) if higher_is_better(metric) else min(defined)
 
 
-def _hub_metric(name: str) -> Metric:
+def _hub_metric(name: str) -> MetricFunction:
     location, hash_sign, key = name.removeprefix(HUB_PREFIX).removeprefix("-").partition("#")
     path, colon, config = location.partition(":")
     if not path or (hash_sign and not key) or (colon and not config):

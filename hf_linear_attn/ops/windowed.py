@@ -63,8 +63,8 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if length == 0:
         return call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1]), state
     # One token in every row is a step. A mask is read on a CPU only.
-    may_read = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
-    if state is not None and length == 1 and (mask is None or (may_read and bool(mask.all()))):
+    reads_mask = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
+    if state is not None and length == 1 and (mask is None or (reads_mask and bool(mask.all()))):
         return _step(call, state)
     if state is not None and length == 1 and mask is not None and torch.compiler.is_exporting():
         return _masked_step(call, state, mask)
