@@ -287,14 +287,14 @@ def _csv_options(
     return {**options, "features": datasets.Features({name: datasets.Value("string") for name in columns})}
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, decompressed, with their ends."""
+def _lines(path: Path, newline: str | None = "\n") -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, decompressed, with their ends; with `newline=None` these all become `\\n`."""
     import fsspec
 
     try:
-        with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig", newline="\n") as file:
+        with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig", newline=newline) as file:
             yield from file
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # each compression has errors of its own
         raise _unreadable(path, error) from error
 
 
@@ -318,8 +318,7 @@ def _is_regular(text: str) -> bool:
 
 def text_documents(path: Path, documents: Documents = "auto") -> list[str]:
     """Return the documents of a UTF-8 text file (see `split_documents`). Raises as `load_source`."""
-    (text,) = _read("text", path, sample_by="document")["text"]
-    parts = split_documents(text.removeprefix("\ufeff"), uncompressed_name(path), documents)
+    parts = split_documents("".join(_lines(path, newline=None)), uncompressed_name(path), documents)
     if not parts:
         raise ValueError(f"{str(path)!r} has no rows.")
     return parts
