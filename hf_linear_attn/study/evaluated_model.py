@@ -65,9 +65,14 @@ class EvaluatedModel:
         surroundings: dict[str, Any] = {"device": self.device, "versions": self.versions, **parts}
         return Conditions(self.name, self.fingerprint, measurement=measurement, **surroundings)
 
+    @property
+    def row_settings(self) -> dict[str, Any]:
+        """What says on which rows something was measured or trained."""
+        return {"data": self.checksum, **self.data.facts}
+
     def metric_settings(self, measurement: str) -> dict[str, Any]:
         """Return what a measurement depends on besides the model: the rows, and the prompts of a recall."""
-        settings: dict[str, Any] = {"data": self.checksum, **self.data.facts}
+        settings = self.row_settings
         metric = self.metrics.get(measurement)
         if isinstance(metric, RecallMetric):
             settings |= {"tasks": metric.tasks, "lengths": metric.lengths, "seed": metric.seed}

@@ -193,14 +193,10 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
 
 
 def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
-    """Return the mechanisms by name or by plan, by default with the run's seed; None for exact attention."""
+    """Return the mechanisms by name or by plan; None for exact attention."""
     if config.plan is not None:
-        attention = LinearAttentionConfig.from_file(config.plan)
-    elif config.attention is not None:
-        attention = LinearAttentionConfig.parse(config.attention, None, config.options)
-    else:
-        return None
-    return attention.with_seed(config.seed)
+        return LinearAttentionConfig.from_file(config.plan)
+    return None if config.attention is None else LinearAttentionConfig.parse(config.attention, None, config.options)
 
 
 def patch_as_configured(

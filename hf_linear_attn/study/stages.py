@@ -83,7 +83,7 @@ class TrainingRun(RunFolder):
             )
         for section, options in config.stages.items():
             if options.enabled:
-                self._stage_arguments(section)
+                self._stage_arguments(section, section)
 
     def load_data(self) -> None:
         """Read and encode the data, and say what they are."""
@@ -227,7 +227,15 @@ class TrainingRun(RunFolder):
         if self.config.gradient_checkpointing:
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        arguments = self._stage_arguments(section, data, label)
+        best: dict[str, Any] = {}
+        if self.config.stages[section].eval_steps:
+            best = {
+                "save_strategy": "best",
+                "load_best_model_at_end": True,
+                "metric_for_best_model": data.best_step_metric,
+                "greater_is_better": data.greater_is_better,
+            }
+        arguments = self._stage_arguments(section, label, **best)
         callbacks: list[TrainerCallback] = [
             InterruptionCallback(RESUME),
             StageLog(label, self.log_file, self.progress, save_steps=self.config.save_steps),
@@ -332,26 +340,20 @@ class TrainingRun(RunFolder):
         )
         return accelerator.prepare_data_loader(loader)
 
-    def _stage_arguments(self, section: str, data: TaskData | None = None, label: str = "") -> FinetuningConfig:
-        """Return the training arguments of a stage; without data, to check them, all but the metric."""
+    def _stage_arguments(self, section: str, label: str, **best: Any) -> FinetuningConfig:
+        """Return the training arguments of a stage, with those by which it chooses its best step."""
         options, config_class = self.config.stages[section], TRAINERS[section].config_class
         names = {entry.name for entry in fields(config_class)}
         chosen = {name: value for name, value in vars(options).items() if name in names}
         values = {
-            **self._common_arguments(self.folder / "checkpoints" / (label or section)),
+            **self._common_arguments(self.folder / "checkpoints" / label),
             **{name: value for name, value in chosen.items() if value is not None},
             "eval_strategy": "steps" if options.eval_steps else "no",
             "eval_steps": options.eval_steps or None,
             "save_strategy": "no",
             "save_total_limit": SAVED_CHECKPOINTS,
+            **best,
         }
-        if data is not None and options.eval_steps:
-            values.update(
-                save_strategy="best",
-                load_best_model_at_end=True,
-                metric_for_best_model=data.best_step_metric,
-                greater_is_better=data.greater_is_better,
-            )
         for argument in options.arguments:
             if argument not in names:
                 problem = f"TrainingArguments has no field {argument!r}.{near_matches(argument, names)}"

@@ -154,7 +154,7 @@ class MechanismStages:
         model = patched_copy(self.evaluated.model, self.name, self.seed)
         model.load_state_dict(saved_tensors(untrained.load(), is_learned), strict=False)
         evaluated = self.evaluated
-        conditions = after.of(evaluated.conditions("attention_transfer", settings=evaluated.metric_settings("")))
+        conditions = after.of(evaluated.conditions("attention_transfer", settings=evaluated.row_settings))
         learned = self.study.learned(conditions, partial(self.train, model), label=self.name)
         model.load_state_dict(learned, strict=False)
         return model

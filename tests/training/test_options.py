@@ -128,8 +128,10 @@ def test_a_budget_sets_the_training_that_is_not_given():
 def test_a_plan_gets_the_seed_of_the_run(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text('{"default": "favor+", "0": {"attention": "favor+", "seed": 5}}')
-    attention = read_attention(ConvertConfig(plan=str(path), seed=3))
-    assert [layer.options["seed"] for layer in (attention.default, attention.layers["0"])] == [3, 5]
+    config, model = ConvertConfig(plan=str(path), seed=3), tiny_model("llama")
+    patch_as_configured(model, config, read_attention(config))
+    seeds = [layer.module.linear_attention.options.seed for layer in self_attention(model)]
+    assert seeds == [5, *[3] * (len(seeds) - 1)]
 
 
 def test_a_feature_map_in_a_window_gets_the_seed_of_the_run():
