@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
-from .config import CONFIG_FIELD, LinearAttentionConfig, saved_settings
+from .config import CONFIG_FIELD, CacheDtype, LinearAttentionConfig, saved_settings
 from .integration.model_class import auto_mapping, linear_attention_class, transformers_class
 from .integration.models import all_configs
 from .integration.positions import EXTENDED_FROM, position_limit
@@ -49,13 +49,19 @@ def class_by_name(name: str) -> type:
     return linear_attention_class(transformers_class(name))
 
 
-def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) -> PreTrainedModel:
+def load_pretrained(
+    path_or_repo: str, auto_class: Any = None, *, cache_dtype: CacheDtype | None = None, **kwargs: Any
+) -> PreTrainedModel:
     """Load a checkpoint that was saved from a patched model; bit-equal to the model that was saved.
+
+        load_pretrained("out/model", cache_dtype="int8")  # the same weights, and a quarter of the cache
 
     Args:
         path_or_repo: A local folder or a repository on the Hub.
         auto_class: Which head to load, as an `AutoModel…` class, a model class (patched or not), or the name of one of
             them. By default the class that was saved.
+        cache_dtype: How caches store the keys and values of single tokens, of windows and exact heads: "auto" (in the
+            dtype of the model) or "int8". None: as the checkpoint says.
         kwargs: Everything that `from_pretrained` takes: `dtype`, `device_map`, `revision`, `token`, …
 
     Returns:
@@ -63,7 +69,7 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
 
     Raises:
         ValueError: It is not a patched checkpoint, was written by a newer version, or its weights do not match its
-            config.
+            config; or `cache_dtype` is given, and it stores no keys and values of single tokens.
         OSError: There is no such folder or repository.
     """
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
@@ -72,10 +78,22 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
     if saved is None:
         remedy = "Load it with AutoModel….from_pretrained() and call patch_model(model, name)."
         raise ValueError(f"{path_or_repo!r} has no linear attention (no {CONFIG_FIELD!r} in config.json). {remedy}")
-    LinearAttentionConfig.from_dict(saved)
+    plan = LinearAttentionConfig.from_dict(saved)
+    if cache_dtype is not None:
+        kwargs[CONFIG_FIELD] = _stored_as(plan, cache_dtype).to_dict()
     cls = model_class(path_or_repo, config, auto_class)
     # The class reads its config again, because it applies settings among the kwargs (num_labels=, …) to it.
     return linear_attention_class(cls).from_pretrained(path_or_repo, **kwargs)  # type: ignore[attr-defined]
+
+
+def _stored_as(plan: LinearAttentionConfig, cache_dtype: CacheDtype) -> LinearAttentionConfig:
+    """Return a plan whose layers store keys and values so; a ValueError if no layer stores any of single tokens."""
+    layers = [layer for layer in (plan.default, *plan.layers.values()) if layer is not None]
+    if not any(layer.stores_tokens for layer in layers):
+        names = ", ".join(sorted({layer.attention for layer in layers}))
+        problem = f"{names} stores no keys and values of single tokens, and no head is exact"
+        raise ValueError(f"cache_dtype={cache_dtype!r}: {problem}. Leave it out.")
+    return plan.with_cache_dtype(cache_dtype)
 
 
 def load_checkpoint(source: str, auto_class: Any, **kwargs: Any) -> tuple[PreTrainedModel, list[str]]:

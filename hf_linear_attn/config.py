@@ -94,12 +94,28 @@ class LayerConfig:
         """Return the options of the mechanism, and the `cache_dtype` of exact heads, which it may have as an option."""
         entry = ATTENTIONS.get(self.attention)
         values = dict(self.options)
-        if any(option.name == "cache_dtype" for option in fields(entry.options)):
+        if self._mechanism_stores_tokens:
             options = build_options(entry, values)
             return options, options.cache_dtype
         cache_dtype: CacheDtype = values.pop("cache_dtype", "auto") if self.exact_heads else "auto"
         check_argument("cache_dtype", cache_dtype, CacheDtype)
         return build_options(entry, values), cache_dtype
+
+    @property
+    def _mechanism_stores_tokens(self) -> bool:
+        """Whether the mechanism stores keys and values of single tokens, and has an option for how."""
+        return any(option.name == "cache_dtype" for option in fields(ATTENTIONS.get(self.attention).options))
+
+    @property
+    def stores_tokens(self) -> bool:
+        """Whether the layer stores keys and values of single tokens: those of a window, or of exact heads."""
+        return self._mechanism_stores_tokens or bool(self.exact_heads)
+
+    def with_cache_dtype(self, cache_dtype: CacheDtype) -> LayerConfig:
+        """Return the settings with another `cache_dtype`, or the same where nothing of single tokens is stored."""
+        if not self.stores_tokens:
+            return self
+        return replace(self, options={**self.options, "cache_dtype": cache_dtype})
 
     @property
     def stores_int8(self) -> bool:
@@ -275,6 +291,10 @@ class LinearAttentionConfig:
         return self._mapped(
             lambda layer: replace(layer, options=seed_options(ATTENTIONS.get(layer.attention), seed, layer.options))
         )
+
+    def with_cache_dtype(self, cache_dtype: CacheDtype) -> LinearAttentionConfig:
+        """Return the plan with another way to store the keys and values of single tokens, wherever a layer does."""
+        return self._mapped(lambda layer: layer.with_cache_dtype(cache_dtype))
 
     def _mapped(self, change: Callable[[LayerConfig], LayerConfig]) -> LinearAttentionConfig:
         default = None if self.default is None else change(self.default)

@@ -12,6 +12,7 @@ perplexity and loss by position, recall by length and depth, time and cache of a
 
 - control: the exact model, trained with the same steps;
 - mixture: `exact_share` of the heads exact, the others `window` with sinks and a linear part;
+- int8: the trained mixture, whose cache stores keys and values in int8;
 - near: the same heads, but nothing outside of windows and sinks;
 - probe: as mixture, with all exact heads chosen by the probe;
 - random: as mixture, with heads drawn at random;
@@ -60,7 +61,7 @@ from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.options import OptionError, option, to_dict
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2-cpu.yaml"
-EXACT, CONTROL = "exact", "control"
+EXACT, CONTROL, MIXTURE, INT8 = "exact", "control", "mixture", "int8"
 #: Measurements, and the options that each depends on.
 MEASURED_BY = {
     "heads": ("attention", "options", "exact_share", "data", "probe_length", "search_length", "search_rows"),
@@ -73,7 +74,7 @@ MEASUREMENTS = tuple(name for name in MEASURED_BY if name != "heads")
 POSITIONS = 8
 #: The part outside of windows and sinks switched off.
 NEAR_ONLY = {"mix_init": CLOSED_MIX}
-VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "linear")
+VARIANTS = (MIXTURE, INT8, CONTROL, "near", "probe", "random", "window", "linear")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class RecipeConfig(ConvertConfig):
     """
 
     test_text: str | None = option(None, "text file to measure perplexity on (never trained on)")
-    variants: tuple[str, ...] = option(("mixture", CONTROL), f"what to train: {', '.join(VARIANTS)}")
+    variants: tuple[str, ...] = option((MIXTURE, INT8, CONTROL), f"what to train: {', '.join(VARIANTS)}")
     exact_share: float = option(0.2, "share of the key-value heads that stay exact", above=0, below=1)
     contexts: tuple[int, ...] = option((1024, 2048, 8192), "lengths of the texts for perplexity")
     test_tokens: int = option(32768, "tokens of text for each of these lengths")
@@ -178,7 +179,7 @@ class Variants:
             **config.options,
         )
         orders = {
-            "mixture": search.table,
+            MIXTURE: search.table,
             "probe": search.table.sort_values("score", ascending=False, kind="stable"),
             "random": search.table.sort_values(["layer", "head"]).sample(frac=1, random_state=config.seed),
         }
@@ -195,11 +196,14 @@ class Variants:
             return {"default": "hedgehog"}
         if variant == "window":
             return {"default": window}
-        plan = self.heads["plans"].get(variant, self.heads["plans"]["mixture"])
+        plan = self.heads["plans"].get(variant, self.heads["plans"][MIXTURE])
         return {**plan, "default": {**window, **NEAR_ONLY} if variant == "near" else window}
 
     def train(self, variant: str) -> PreTrainedModel:
         """Convert the model, or load what an earlier call has converted."""
+        if variant == INT8:
+            self.train(MIXTURE)
+            return self.load(INT8)
         folder = self.folder / variant
         # The plans below have the exact heads.
         changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0, "control": False}
@@ -221,6 +225,8 @@ class Variants:
     def load(self, variant: str) -> PreTrainedModel:
         if variant == EXACT:
             return self.exact
+        if variant == INT8:
+            return hla.load_pretrained(str(self.folder / MIXTURE / "model"), cache_dtype="int8").eval()
         load: Any = AutoModelForCausalLM.from_pretrained if variant == CONTROL else hla.load_pretrained
         return load(str(self.folder / variant / "model")).eval()
 

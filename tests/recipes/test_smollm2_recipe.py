@@ -52,12 +52,12 @@ def arguments_of(folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
-    variants = ["--variants", "mixture", "control", "near", "probe", "random", "window", "linear"]
+    variants = ["--variants", "mixture", "int8", "control", "near", "probe", "random", "window", "linear"]
     assert main(arguments_of(tmp_path, *variants, "--exact_share=0.34")) == 0
     out = tmp_path / "out"
     results = json.loads((out / "results.json").read_text())
     assert sum(row["chosen"] for row in results["heads"]["scores"]) == 2
-    assert {"exact", "mixture", "control", "near", "probe", "random", "window", "linear"} <= results.keys()
+    assert {"exact", "mixture", "int8", "control", "near", "probe", "random", "window", "linear"} <= results.keys()
     plans = {name: json.loads((out / "plans" / f"{name}.json").read_text()) for name in ("mixture", "near", "window")}
     assert plans["near"] == {**plans["mixture"], "default": {**plans["mixture"]["default"], "mix_init": -10_000.0}}
     assert list(plans["window"]) == ["default"]
