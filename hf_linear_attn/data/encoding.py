@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..utils.options import OptionError, check_argument
-from .files import import_datasets, shortened
-from .text import end_tokens, special_tokens, token_passages
+from .files import import_datasets
+from .text import cut_blocks, ended_documents, special_tokens, token_passages, tokenize
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,10 +52,10 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         texts = [batch[name] for name in columns]
-        encoded = _tokenize(tokenizer, texts, rows)
+        encoded = tokenize(tokenizer, texts, rows)
         dropped = [max(len(ids) - max_length, 0) for ids in encoded["input_ids"]]
         if any(dropped):  # a second time, now that we know how many tokens are cut off
-            encoded = _tokenize(tokenizer, texts, rows, truncation=True, max_length=max_length)
+            encoded = tokenize(tokenizer, texts, rows, truncation=True, max_length=max_length)
             _reset(tokenizer)
         for row, ids in zip(rows, encoded["input_ids"], strict=True):
             if not ids:
@@ -92,27 +92,20 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, max_length
     one. Empty rows add nothing, not even the end token. Raises as `encode_pairs`, and where there is nothing to
     predict.
     """
-    datasets = import_datasets()
     check_argument("max_length", max_length, int, least=2)
-    ending = end_tokens(tokenizer)
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-        encoded = _tokenize(tokenizer, [batch[text_column]], rows, add_special_tokens=False)
-        return {"input_ids": [[*ids, *ending] if ids else [] for ids in encoded["input_ids"]]}
+        return {"input_ids": ended_documents(tokenizer, batch[text_column], rows)}
 
     encoded = _map(dataset, tokenizer, encode, [text_column])
     parts = [table["input_ids"].combine_chunks().flatten() for table in encoded.with_format("arrow").iter(BATCH_SIZE)]
     tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
     before = special_tokens(tokenizer, filter(None, dataset[text_column]))[0] if len(tokens) else []
-    capacity = max(max_length - len(before), 1)
-    capacity = min(capacity, len(tokens))
-    if len(before) + capacity < 2:
+    blocks = cut_blocks(tokens, before, max_length)
+    if blocks.shape[1] < 2:
         raise ValueError(f"{len(tokens)} tokens leave nothing to predict. Give more text.")
-    count = len(tokens) // capacity
-    blocks = tokens[: count * capacity].reshape(count, capacity)
-    dropped = len(tokens) - blocks.size
-    blocks = np.hstack([np.tile(np.array(before, dtype=np.int32), (count, 1)), blocks])
-    return Encoded(datasets.Dataset.from_dict({"input_ids": blocks}), dropped=dropped)
+    dropped = len(tokens) - len(blocks) * (blocks.shape[1] - len(before))
+    return Encoded(import_datasets().Dataset.from_dict({"input_ids": blocks}), dropped=dropped)
 
 
 def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
@@ -134,20 +127,6 @@ def row_lengths(dataset: Dataset) -> list[int]:
     for table in tables:
         lengths += pc.list_value_length(table["input_ids"]).to_pylist()
     return lengths
-
-
-def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options: Any) -> dict[str, list[Any]]:
-    """`input_ids` and, if the tokenizer gives them, `token_type_ids` of rows. Errors name the row."""
-    # `verbose=False`: a text that is longer than the model's limit is truncated afterwards.
-    try:
-        encoded = tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
-    except Exception as error:
-        if len(rows) > 1:  # find the row
-            for index, row in enumerate(rows):
-                _tokenize(tokenizer, [[column[index]] for column in texts], [row], **options)
-        text = ", ".join(shortened(column[0]) for column in texts)
-        raise ValueError(f"Row {rows[0]}: the tokenizer cannot read {text} ({error}).") from error
-    return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
 
 
 def _reset(tokenizer: Any) -> None:

@@ -9,9 +9,11 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
 
 from .files import shortened
 
@@ -76,20 +78,33 @@ def packed_rows(tokenizer: Any, documents: Sequence[str], length: int) -> list[l
     Each row begins with what the tokenizer puts before a text, such as `<bos>`; each document ends with the
     end-of-sequence token, if there is one. Empty documents add nothing, and tokens that do not fill a row are left out.
     """
-    before = special_tokens(tokenizer, documents)[0]
-    ending = end_tokens(tokenizer)
-    capacity = length - len(before)
-    tokens: list[int] = []
-    for document in documents:
-        if ids := encode_text(tokenizer, document):
-            tokens += [*ids, *ending]
-    starts = range(0, max(len(tokens) - capacity, 0) + 1, capacity)
-    return [[*before, *tokens[start : start + capacity]] for start in starts]
+    ended = (ended_documents(tokenizer, [document])[0] for document in documents)
+    tokens = np.fromiter(chain.from_iterable(ended), np.int32)
+    blocks = cut_blocks(tokens, special_tokens(tokenizer, documents)[0], length)
+    return cast(list[list[int]], blocks.tolist())
 
 
-def end_tokens(tokenizer: Any) -> list[int]:
-    """Return the token after each document of packed rows, in a list; an empty list if the tokenizer has none."""
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+def ended_documents(tokenizer: Any, documents: Sequence[str], rows: Sequence[int] = ()) -> list[list[int]]:
+    """Return the tokens of documents, the end-of-sequence token after each, if there is one; none of an empty document.
+
+    `rows` are the numbers of the documents, as in `tokenize`.
+    """
+    ending = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    encoded = tokenize(tokenizer, [documents], rows, add_special_tokens=False)
+    return [[*ids, *ending] if ids else [] for ids in encoded["input_ids"]]
+
+
+def cut_blocks(tokens: np.ndarray, before: Sequence[int], length: int) -> np.ndarray:
+    """Return tokens `[n]` as rows `[count, length]` that each begin with those `before` a text.
+
+    Tokens that do not fill a row are left out; too few for one row are a shorter one.
+    """
+    capacity = max(length - len(before), 1)
+    count = len(tokens) // capacity
+    if not count:
+        count, capacity = 1, len(tokens)
+    beginnings = np.tile(np.array(before, dtype=tokens.dtype), (count, 1))
+    return np.hstack([beginnings, tokens[: count * capacity].reshape(count, capacity)])
 
 
 @cache
@@ -149,12 +164,29 @@ def evenly_spread(rows: Sequence[T], count: int) -> list[T]:
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
     """Return the token ids of a text; a ValueError if the tokenizer cannot read it."""
+    return tokenize(tokenizer, [[text]], add_special_tokens=add_special_tokens)["input_ids"][0]
+
+
+def tokenize(
+    tokenizer: Any, columns: Sequence[Sequence[str]], rows: Sequence[int] = (), **options: Any
+) -> dict[str, list[Any]]:
+    """Return the `input_ids` of a column of texts or of pairs, two columns, and `token_type_ids` where there are any.
+
+    A ValueError shows the first text that the tokenizer cannot read, and its number if those of the `rows` are given.
+    """
     try:
-        # `verbose=False`: that a document is longer than the model's limit is why it is cut afterwards.
-        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        # `verbose=False`: that a text is longer than the model's limit is why it is cut afterwards.
+        encoded = tokenizer(*columns, return_attention_mask=False, verbose=False, **options)
     except Exception as error:
+        if len(columns[0]) > 1:  # find the text
+            for index in range(len(columns[0])):
+                one = slice(index, index + 1)
+                tokenize(tokenizer, [column[one] for column in columns], rows[one], **options)
+        texts = ", ".join(shortened(column[0]) for column in columns)
+        where = f" in row {rows[0]}" if rows else ""
         remedy = "Give a text that the model was made for, or repair its tokenizer.json."
-        raise ValueError(f"The model's tokenizer cannot read {shortened(text)} ({error}). {remedy}") from error
+        raise ValueError(f"The tokenizer cannot read {texts}{where} ({error}). {remedy}") from error
+    return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
 
 
 def special_tokens(tokenizer: Any, documents: Iterable[str]) -> tuple[list[int], list[int]]:

@@ -86,7 +86,7 @@ def test_nothing_is_written_where_nothing_can_be(monkeypatch, tmp_path):
 
 
 def test_a_row_that_the_tokenizer_cannot_read_is_named():
-    with pytest.raises(ValueError, match=r"Row 2: the tokenizer cannot read 'omega' "):
+    with pytest.raises(ValueError, match=r"The tokenizer cannot read 'omega' in row 2 "):
         encode_pairs(
             datasets.Dataset.from_dict({"text": ["alpha", "beta", "omega"], "label": [0, 1, 1]}),
             tokenizer(unknown=False),
@@ -100,7 +100,7 @@ def test_a_row_that_the_tokenizer_cannot_read_is_named():
     [
         ({}, ["first", "second"], 4, "data.max_length: 4 leaves no room for text beside 3 special tokens"),
         ({}, ["first"], 2.5, "data.max_length: 2.5 leaves no room"),
-        ({"first": ["a", None, "b"]}, ["first"], 8, "Row 1: the tokenizer cannot read None"),
+        ({"first": ["a", None, "b"]}, ["first"], 8, "The tokenizer cannot read None in row 1"),
     ],
 )
 def test_what_cannot_be_encoded_is_an_error(changes, columns, length, message):
