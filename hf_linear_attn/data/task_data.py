@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -50,35 +50,60 @@ IGNORED = -100
 MIN_ROWS = 2
 
 
-@dataclass
+@dataclass(frozen=True)
 class TaskData:
     """The encoded data of a task."""
 
     task_type: str  # "classification", "causal-lm", "masked-lm", "embedding" or "seq2seq-lm"
     tokenizer: Any
     collator: Callable[[list[Any]], dict[str, Tensor]]
-    train: Dataset = field(init=False)
-    #: Encoded rows by name. The name is a prefix of metrics' names; it is empty if there is one set only.
-    validation: dict[str, Dataset] = field(default_factory=dict)
-    best_step_metric: str = "loss"
-    greater_is_better: bool = False
-    metric_names: tuple[str, ...] = ()  # all metrics of a classification task
-    labelled: Labels | None = None  # of a classification task
-    facts: dict[str, int] = field(default_factory=dict)  # numbers of rows and tokens
-    longest: int = 0  # tokens of the longest row
-    row_summary: str = "one row for each example"  # how rows were made
-    source: str = ""  # what reports call the data (see `source_name`)
+    train: Dataset
+    #: Rows that are measured on by name. The name is a prefix of metrics' names; it is empty if there is one set only.
+    held_out: Mapping[str, Dataset]
+    facts: Mapping[str, int]  # numbers of rows and tokens
+    longest: int  # tokens of the longest row
+    row_summary: str  # how rows were made
+    source: str  # what reports call the data (see `source_name`)
     notes: tuple[str, ...] = ()  # what was assumed to read the data, one sentence each
+    labelled: Labels | None = None  # of a classification task
+    metric_names: tuple[str, ...] = ()  # all metrics of a classification task, the one that decides first
 
     @property
     def labels(self) -> tuple[str, ...] | None:
         """The names of the outputs of the model's head in order; None for scores and without a head."""
         return None if self.labelled is None else self.labelled.names
 
+    @property
+    def best_step_metric(self) -> str:
+        """The number that decides which step of a training is the best."""
+        name = self.metric_names[0] if self.metric_names else "loss"
+        return "_".join(filter(None, (next(iter(self.held_out)), name)))
+
+    @property
+    def greater_is_better(self) -> bool:
+        """Whether more of that number is better."""
+        return bool(self.metric_names) and higher_is_better(self.metric_names[0])
+
+    @property
+    def held_out_facts(self) -> dict[str, int]:
+        """What the held-out rows really are: their number, their tokens, the longest."""
+        lengths = [*chain.from_iterable(map(row_lengths, self.held_out.values()))]
+        return {"sequences": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
+
+    @property
+    def summary(self) -> str:
+        """What the data are, for a person to read."""
+        facts, held_out = self.facts, self.held_out_facts
+        train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
+        measured = (
+            f"{held_out['sequences']:,} of {held_out['tokens']:,} tokens (longest {held_out['longest']:,}) held out"
+        )
+        return f"{self.source}: {self.row_summary}; {train}, {measured}"
+
     def checksum(self) -> int:
         """Return a checksum of all encoded rows, which tells data apart that have as many rows and tokens."""
         checksum = 0
-        for rows in (self.train, *self.validation.values()):
+        for rows in (self.train, *self.held_out.values()):
             for table in rows.with_format("arrow").iter(BATCH_SIZE):
                 checksum = zlib.crc32(repr(table.to_pydict()).encode(), checksum)
         return checksum
@@ -97,9 +122,9 @@ class TaskData:
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Return the arguments of a Trainer that evaluates on this data."""
-        single = len(self.validation) == 1
+        single = len(self.held_out) == 1
         return {
-            "eval_dataset": next(iter(self.validation.values())) if single else self.validation,
+            "eval_dataset": next(iter(self.held_out.values())) if single else dict(self.held_out),
             "data_collator": self.collator,
             "processing_class": self.tokenizer,
             "compute_metrics": None if self.labelled is None else self.compute_metrics,
@@ -112,7 +137,7 @@ class TaskData:
         return logits if self.labelled is None else self.labelled.answers(logits)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Return the metrics of a validation set of a classification task."""
+        """Return the metrics of a held-out set of a classification task."""
         assert self.labelled is not None
         answers = (self.labelled.in_order(values) for values in (prediction.predictions, prediction.label_ids))
         return compute_metrics(self.metric_names, *answers)
@@ -133,8 +158,16 @@ class TaskData:
         return scores
 
 
-Parts = tuple[TaskData, Source, Callable[..., Encoded]]
-"""The data of a task without rows, the splits that these are made of, and how they are encoded."""
+@dataclass(frozen=True)
+class RowFormat:
+    """What a task type makes of text: how a split becomes rows, and rows become batches."""
+
+    encode: Callable[[Dataset], Encoded]
+    collator: Callable[[list[Any]], dict[str, Tensor]]
+    summary: str = "one row for each example"  # how rows are made
+    cuts_documents: bool = False  # a document gives several rows
+    labels: Labels | None = None  # of a classification
+    metric_names: tuple[str, ...] = ()  # of a classification
 
 
 def collate_blocks(rows: list[Any]) -> dict[str, Tensor]:
@@ -171,7 +204,7 @@ def load_task_data(
 
         loaded = load_task_data("causal-lm", tokenizer, DataConfig(dataset="mine.txt", max_length=512), seed=0)
         loaded.train[0]["input_ids"]
-        for name, rows in loaded.validation.items():
+        for name, rows in loaded.held_out.items():
             batch = loaded.collator([rows[0], rows[1]])
 
     What rows are depends on the task type alone: of a `causal-lm` blocks of `data.max_length` tokens of joined
@@ -206,58 +239,71 @@ def load_task_data(
     if task_type == "classification":
         if documents is not None:
             raise ValueError("Documents have no labels, which classification needs: give --data.dataset.")
-        parts = _classification(tokenizer, data, head)
+        source, form = _labelled_examples(tokenizer, data, head)
     elif task_type == "seq2seq-lm":
-        parts = _pairs_of_texts(tokenizer, data)
+        source, form = _pairs_of_texts(tokenizer, data)
     else:
-        parts = _language_model(task_type, tokenizer, data, documents)
-    task_data, source, encode = parts
-    _encode(task_data, source, data, seed, partial(encode, tokenizer=tokenizer, max_length=data.max_length))
-    return task_data
+        source, form = _documents(task_type, tokenizer, data, documents)
+    splits = hold_out(source.splits, data.validation_size)
+    train = _encode(splits["train"], form, data.max_train_samples, seed)
+    held_out = _held_out_rows(splits, form, data.max_eval_samples)
+    every, name = (train.dataset, *held_out.values()), source_name(data, documents)
+    if any(len(rows) < MIN_ROWS for rows in every):
+        counts = f"{len(train.dataset)} rows to train on and {min(map(len, held_out.values()))} held out"
+        remedy = f"At least {MIN_ROWS} of each are needed: give more data, or shorter rows (--data.max_length)."
+        raise ValueError(f"{name} gives {counts}. {remedy}")
+    return TaskData(
+        task_type,
+        tokenizer,
+        form.collator,
+        train.dataset,
+        {_prefix(split, held_out): rows for split, rows in held_out.items()},
+        _facts(train, held_out),
+        longest=max(max(row_lengths(rows)) for rows in every),
+        row_summary=form.summary,
+        source=name,
+        notes=source.notes,
+        labelled=form.labels,
+        metric_names=form.metric_names,
+    )
 
 
-def _classification(tokenizer: Any, data: DataConfig, head: PreTrainedConfig | None) -> Parts:
+def _labelled_examples(tokenizer: Any, data: DataConfig, head: PreTrainedConfig | None) -> tuple[Source, RowFormat]:
     source, columns, labels, metrics = load_labelled(data, head)
     names = tuple(dict.fromkeys(data.metrics or metrics))
     # An unknown name, or a metric for other labels, is an error now, and not after the first pass over the data.
     check_metrics(names, labels.problem)
     if labels.problem == "single_label_classification":
         compute_metrics(names, *[range(len(labels.order))] * 2)
-    task_data = TaskData(
-        "classification",
-        tokenizer,
-        DataCollatorWithPadding(tokenizer),
-        greater_is_better=higher_is_better(names[0]),
-        metric_names=names,
-        labelled=labels,
-        source=source_name(data),
-    )
-    return task_data, source, partial(encode_pairs, columns=columns)
+    encode = partial(encode_pairs, tokenizer=tokenizer, columns=columns, max_length=cast(int, data.max_length))
+    return source, RowFormat(encode, DataCollatorWithPadding(tokenizer), labels=labels, metric_names=names)
 
 
-def _pairs_of_texts(tokenizer: Any, data: DataConfig) -> Parts:
-    if len(data.text_columns) != 2:
-        listed = ", ".join(data.text_columns) or "none"
+def _pairs_of_texts(tokenizer: Any, data: DataConfig) -> tuple[Source, RowFormat]:
+    columns = data.text_columns
+    if len(columns) != 2:
+        listed = ", ".join(columns) or "none"
         problem = f"of seq2seq-lm are two, the inputs and the targets, not {listed}"
         raise OptionError("data.text_columns", f"{problem}. Name them: --data.text_columns INPUT TARGET.")
-    task_data = TaskData("seq2seq-lm", tokenizer, DataCollatorForSeq2Seq(tokenizer), source=source_name(data))
-    return task_data, load_splits(data, data.text_columns), partial(encode_targets, columns=data.text_columns)
+    encode = partial(encode_targets, tokenizer=tokenizer, columns=columns, max_length=cast(int, data.max_length))
+    return load_columns(data, columns), RowFormat(encode, DataCollatorForSeq2Seq(tokenizer))
 
 
-def _language_model(task_type: str, tokenizer: Any, data: DataConfig, documents: Sequence[str] | None) -> Parts:
-    column, causal = document_column(data), task_type == "causal-lm"
+def _documents(
+    task_type: str, tokenizer: Any, data: DataConfig, documents: Sequence[str] | None
+) -> tuple[Source, RowFormat]:
+    column, length, causal = document_column(data), cast(int, data.max_length), task_type == "causal-lm"
     collator: Any = collate_blocks if causal else DataCollatorWithPadding(tokenizer)
     if task_type == "masked-lm":
         if tokenizer.mask_token_id is None:
             name = type(tokenizer).__name__
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
-    task_data = TaskData(task_type, tokenizer, collator, source=source_name(data, documents))
-    source = _load(data, [column], documents)
-    count = sum(map(len, source.splits.values()))
-    task_data.row_summary = rows_text(count, cast(int, data.max_length), causal=causal)
-    source = replace(source, splits=hold_out(source.splits, data.validation_size))
-    return task_data, source, partial(encode_blocks if causal else encode_passages, text_column=column)
+    source = load_columns(data, [column], documents)
+    summary = rows_text(sum(map(len, source.splits.values())), length, causal=causal)
+    encode = encode_blocks if causal else encode_passages
+    encode = partial(encode, tokenizer=tokenizer, text_column=column, max_length=length)
+    return source, RowFormat(encode, collator, summary, cuts_documents=True)
 
 
 def source_name(data: DataConfig, documents: Sequence[str] | None = None) -> str:
@@ -274,11 +320,11 @@ def source_name(data: DataConfig, documents: Sequence[str] | None = None) -> str
 
 def load_splits(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
     """Load those columns of a data set, with the split `train` and those that are held out (see `hold_out`)."""
-    source = _load(data, columns, documents)
+    source = load_columns(data, columns, documents)
     return replace(source, splits=hold_out(source.splits, data.validation_size))
 
 
-def _load(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
+def load_columns(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
     """Load those columns of the splits that a data set has, and check that those of text are text."""
     datasets = import_datasets()
     if data.dataset == PYTHON_DOCUMENTATION:
@@ -333,7 +379,7 @@ def load_labelled(
 ) -> tuple[Source, tuple[str, ...], Labels, tuple[str, ...]]:
     """Load the rows of a task, or of the user's own labelled data, with the column `label` (see `encode_labels`).
 
-    Returns the rows, their text columns, what the labels are, and the metrics of the task. Raises as `load_splits`,
+    Returns the rows, their text columns, what the labels are, and the metrics of the task. Raises as `load_columns`,
     `load_task` and `encode_labels`.
     """
     columns = data.text_columns
@@ -353,9 +399,8 @@ def load_labelled(
             raise OptionError("data.text_columns", "cannot be 'label', the column of the labels. Rename it.")
         if shared := [name for name in label_columns if name in columns]:
             raise OptionError("data.label_column", f"{shared[0]!r} is a column of text. Name that of the labels.")
-    source = _load(data, (*columns, *label_columns))
+    source = load_columns(data, (*columns, *label_columns))
     splits, labels = encode_labels(source, label_columns, None if head is None else Head.of(head))
-    splits = hold_out(splits, data.validation_size)
     return (
         replace(source, splits=splits, notes=(*source.notes, *labels.notes)),
         columns,
@@ -364,38 +409,43 @@ def load_labelled(
     )
 
 
-def _encode(task: TaskData, source: Source, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]) -> None:
-    """Encode the splits, cut to the requested number of rows: of a causal language model blocks, or passages."""
-    splits, task.notes = source.splits, source.notes
-    blocks = task.task_type not in ("classification", "seq2seq-lm")  # a document gives several rows
-    encoded = encode(splits["train"] if blocks else _draw(splits["train"], data.max_train_samples, seed))
-    task.train = _draw(encoded.dataset, data.max_train_samples, seed)
-    task.facts = {
-        "train_rows": len(task.train),
-        "train_tokens": sum(row_lengths(task.train)),
-        "train_truncated": encoded.truncated,
-        "train_dropped_tokens": encoded.dropped,
+def _encode(split: Dataset, form: RowFormat, size: int | None, seed: int, *, in_order: bool = False) -> Encoded:
+    """Encode a split, of which so many rows are drawn: examples before they are encoded, parts of documents after."""
+    encoded = form.encode(split if form.cuts_documents else _draw(split, size, seed, in_order=in_order))
+    return replace(encoded, dataset=_draw(encoded.dataset, size, seed, in_order=in_order))
+
+
+def _held_out_rows(splits: DatasetDict, form: RowFormat, size: int | None) -> dict[str, Dataset]:
+    """Return the rows of all splits for validation, from short to long: rows of similar length need less padding.
+
+    They are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
+    """
+    held_out = {}
+    for name in splits:
+        if name.startswith("validation"):
+            rows = _encode(splits[name], form, size, 0, in_order=True).dataset
+            lengths = row_lengths(rows)
+            held_out[name] = rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
+    return held_out
+
+
+def _facts(train: Encoded, held_out: Mapping[str, Dataset]) -> dict[str, int]:
+    """Return the numbers of rows and tokens, and how many of the held-out rows are among those to train on."""
+    trained = set(_row_hashes(train.dataset))
+    repeated = sum(row in trained for row in chain.from_iterable(map(_row_hashes, held_out.values())))
+    return {
+        "train_rows": len(train.dataset),
+        "train_tokens": sum(row_lengths(train.dataset)),
+        "train_truncated": train.truncated,
+        "train_dropped_tokens": train.dropped,
+        **{f"{split}_rows": len(rows) for split, rows in held_out.items()},
+        "validation_repeated": repeated,
     }
-    names = [name for name in splits if name.startswith("validation")]
-    for name in names:
-        # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
-        rows = encode(splits[name] if blocks else _draw(splits[name], data.max_eval_samples, 0, in_order=True)).dataset
-        rows = _draw(rows, data.max_eval_samples, 0, in_order=True)
-        # Rows of similar length need less padding.
-        lengths = row_lengths(rows)
-        rows = rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
-        task.validation["" if len(names) == 1 else name.removeprefix("validation").lstrip("_")] = rows
-        task.facts[f"{name}_rows"] = len(rows)
-    trained = set(_row_hashes(task.train))
-    validation = chain.from_iterable(map(_row_hashes, task.validation.values()))
-    task.facts["validation_repeated"] = sum(row in trained for row in validation)
-    every = (task.train, *task.validation.values())
-    if any(len(rows) < MIN_ROWS for rows in every):
-        counts = f"{len(task.train)} rows to train on and {min(map(len, task.validation.values()))} held out"
-        remedy = f"At least {MIN_ROWS} of each are needed: give more data, or shorter rows (--data.max_length)."
-        raise ValueError(f"{task.source} gives {counts}. {remedy}")
-    task.longest = max(max(row_lengths(rows)) for rows in every)
-    task.best_step_metric = "_".join(filter(None, (next(iter(task.validation)), *(task.metric_names or ("loss",))[:1])))
+
+
+def _prefix(split: str, held_out: Mapping[str, Dataset]) -> str:
+    """Return the prefix of metrics of a held-out split: `matched` of `validation_matched`, and none of the only one."""
+    return "" if len(held_out) == 1 else split.removeprefix("validation").lstrip("_")
 
 
 def _row_hashes(rows: Dataset) -> Iterator[int]:

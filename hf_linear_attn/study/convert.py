@@ -331,7 +331,7 @@ def _close_harmful_parts(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Close the linear parts that the model is better without, on held-out rows and, but for a task, other text."""
     data, limit = run.data, exact_length(student)
-    held_out: list[Any] = [*chain.from_iterable(cast(Any, data.validation.values()))]
+    held_out: list[Any] = [*chain.from_iterable(cast(Any, data.held_out.values()))]
     long = [row for row in held_out if len(row["input_ids"]) > limit]
     if not limit or not long:
         return student, scores

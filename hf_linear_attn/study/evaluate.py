@@ -27,7 +27,7 @@ from ..utils.formatting import fixed
 from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress
 from .checkpoint_groups import CheckpointGroup, find_checkpoints
-from .evaluated_model import EvaluatedModel, held_out_facts, load_evaluated_model
+from .evaluated_model import EvaluatedModel, load_evaluated_model
 from .evaluation import Evaluation, Measured
 from .kinds import held_out_batches
 from .options import (
@@ -112,9 +112,9 @@ def evaluate(
     steps, lengths = settings["steps"], settings["lengths"]
     device = evaluated.model.device
     with open_study(output, "evaluate", settings, device=device, progress=progress, **where) as study:
-        facts = held_out_facts(evaluated.data)
-        progress.log(f"Data: {evaluated.data.source}: {evaluated.data.row_summary}; {inputs_text(facts)} held out")
-        for note in evaluated.data.notes:
+        task_data = evaluated.data
+        progress.log(f"Data: {task_data.summary}")
+        for note in task_data.notes:
             progress.log(note)
         measured, linear = measure_quality(
             study, evaluated, variants_of(evaluated, study, attentions, config.seeds, steps, groups)
@@ -132,7 +132,7 @@ def evaluate(
         tables = examples(evaluated, linear) if examples is not None else {}
     return Evaluation(
         model=evaluated.facts(),
-        data={"source": evaluated.data.source, "rows": evaluated.data.row_summary, **facts, **evaluated.data.facts},
+        data={"source": task_data.source, "rows": task_data.row_summary, **task_data.held_out_facts, **task_data.facts},
         settings=json_safe(settings),
         environment=environment(device),
         backend=evaluated.device["backend"],
@@ -230,9 +230,3 @@ def check_mechanism(name: str) -> None:
     ATTENTIONS.get(name)
     if name == EXACT:
         raise ValueError(f"attention {name!r} is the exact attention, which is always measured. Name another one.")
-
-
-def inputs_text(facts: Mapping[str, int]) -> str:
-    """Return what `held_out_facts` says as text."""
-    noun = "input" if facts["sequences"] == 1 else "inputs"
-    return f"{facts['sequences']:,} {noun} of {facts['tokens']:,} tokens (longest {facts['longest']:,})"

@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 
 from ..checkpoints import read_config, read_tokenizer
 from ..data.config import PYTHON_DOCUMENTATION
-from ..data.encoding import row_lengths
 from ..data.task_data import TaskData, load_task_data
 from ..data.tasks import load_task
 from ..integration.context import is_patched
@@ -90,7 +88,7 @@ class EvaluatedModel:
     @property
     def tokens(self) -> list[int]:
         """The tokens of the longest held-out row, which inputs for timing are made of."""
-        rows: Any = next(iter(self.data.validation.values()))
+        rows: Any = next(iter(self.data.held_out.values()))
         return [int(token) for token in rows[len(rows) - 1]["input_ids"]]
 
     def training_batches(self, seed: int) -> tuple[list[Batch], list[Batch]]:
@@ -191,13 +189,6 @@ def sentence_pairs(folder: str, tokenizer: Any, collator: Any, length: int) -> S
     encoded = tokenizer(texts, truncation=True, max_length=length, verbose=False)
     ids = [{"input_ids": row} for row in encoded["input_ids"]]
     return SentencePairs(in_batches(ids, collator), [float(row["label"]) for row in rows])
-
-
-def held_out_facts(data: TaskData) -> dict[str, int]:
-    """Return what the held-out rows really are: their number, their tokens, the longest."""
-    parts = [row_lengths(cast(Any, rows)) for rows in data.validation.values()]
-    lengths = [*chain.from_iterable(parts)]
-    return {"sequences": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
 
 
 def _backend(device: torch.device) -> str:

@@ -78,8 +78,8 @@ def input_columns(rows: Any, kind: Kind) -> list[str]:
 
 
 def held_out_batches(data: TaskData) -> list[Batch]:
-    """Return the rows of all validation sets, as they are measured."""
-    return in_batches([*chain.from_iterable(data.validation.values())], data.collator)
+    """Return all held-out rows, as they are measured."""
+    return in_batches([*chain.from_iterable(data.held_out.values())], data.collator)
 
 
 def _next_tokens(data: TaskData, exact: PreTrainedModel) -> Metric:
@@ -91,7 +91,7 @@ def _labelled_tokens(data: TaskData, exact: PreTrainedModel) -> Metric:
 
 
 def _answers(data: TaskData, exact: PreTrainedModel) -> Metric:
-    batches = {name: in_batches([*rows], data.collator) for name, rows in data.validation.items()}
+    batches = {name: in_batches([*rows], data.collator) for name, rows in data.held_out.items()}
     assert data.labelled is not None
     return Classification(batches, data.metric_names, data.labelled)
 

@@ -98,17 +98,17 @@ class TrainingRun(RunFolder):
                 models.check_head(config)
         for note in data.notes:
             self.progress.log(note)
+        self.progress.log(f"Data: {data.summary}")
         facts = data.facts
-        held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
-        train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
-        self.progress.log(f"Data: {data.row_summary}; {train}, {held_out:,} to validate on")
         if facts["train_truncated"]:
             share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
             cut = f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut"
             lost = f"they lose {100 * share:.1f} % of all tokens."
             self.progress.log(f"{cut} to {max_length:,} tokens ({reason}); {lost}")
         if repeated := facts["validation_repeated"]:
-            rows_text = f"{repeated:,} of {held_out:,} validation rows are in the training data, too"
+            rows_text = (
+                f"{repeated:,} of {data.held_out_facts['sequences']:,} held-out rows are in the training data, too"
+            )
             self.progress.log(f"{rows_text}: their scores say little of new inputs.")
         if self.budget is not None and self.budget.cost == "cache" and self.budget.length > data.longest:
             notice = f"The budget is for {self.budget.length:,} tokens, and no row has more than {data.longest:,}"
@@ -142,12 +142,13 @@ class TrainingRun(RunFolder):
     def label_with_embeddings(self, expected: Tensor) -> None:
         """Give the held-out rows the embeddings of the exact model as labels, by which the best step is chosen."""
         data = self.data
-        data.train = data.train.add_column("labels", [0.0] * len(data.train))  # at each step the teacher's, instead
-        first = 0
-        for name, rows in data.validation.items():
-            part = expected[first : first + len(rows)]
-            data.validation[name] = rows.add_column("labels", part.tolist())
-            first += len(rows)
+        train = data.train.add_column("labels", [0.0] * len(data.train))  # at each step the teacher's, instead
+        parts = expected.split([len(rows) for rows in data.held_out.values()])
+        held_out = {
+            name: rows.add_column("labels", part.tolist())
+            for (name, rows), part in zip(data.held_out.items(), parts, strict=True)
+        }
+        self.data = replace(data, train=train, held_out=held_out)
 
     def measure(self, stage: str, model: PreTrainedModel) -> dict[str, Any]:
         """Measure a model once, and store what the metric says of it."""

@@ -33,8 +33,10 @@ from tests.data.tiny_data import tokenizer, write
 from tests.tiny_text import sample_text
 
 
-def task_data(task_type: str, labels: Labels | None = None, **options: object) -> TaskData:
-    return TaskData(task_type, tokenizer(), collate_blocks, labelled=labels, **options)  # type: ignore[arg-type]
+def task_data(task_type: str, labels: Labels | None = None, metric_names: tuple[str, ...] = ()) -> TaskData:
+    rows = Dataset.from_dict({"input_ids": [[5, 6], [7]]})
+    made = {"train": rows, "held_out": {"": rows}, "facts": {}, "longest": 2, "row_summary": "made", "source": "memory"}
+    return TaskData(task_type, tokenizer(), collate_blocks, **made, labelled=labels, metric_names=metric_names)
 
 
 def test_blocks_predict_every_next_token():
@@ -145,7 +147,7 @@ def test_a_column_of_another_order_and_a_test_file_without_labels_are_no_errors(
     data = load_task_data(
         "classification", tokenizer(), DataConfig(dataset=str(write(tmp_path, files)), max_length=8), 0
     )
-    assert sorted(data.validation[""]["labels"][:]) == [0, 1]
+    assert sorted(data.held_out[""]["labels"][:]) == [0, 1]
     assert data.notes == ("Columns that are not used: id.",)
 
 
@@ -237,7 +239,7 @@ def test_a_text_gives_the_same_rows_wherever_it_comes_from(task_type, tmp_path):
     assert len({data.checksum() for data in loaded}) == 1
     held_out = sorted(random.Random(0).sample(range(len(texts)), round(0.1 * len(texts))))
     expected = Counter(tokenizer()(" ".join(texts[index] for index in held_out), add_special_tokens=False)["input_ids"])
-    rows = loaded[0].validation[""]["input_ids"][:]
+    rows = loaded[0].held_out[""]["input_ids"][:]
     tokens = Counter(token for row in rows for token in row if token not in tokenizer().all_special_ids)
     assert tokens <= expected
     assert tokens.total() > 0.7 * expected.total()  # what fills no row is left out
@@ -321,18 +323,18 @@ def test_whole_numbers_are_scores_where_the_training_rows_have_scores(tmp_path):
     folder = write(tmp_path, {name: "\n".join(map(json.dumps, rows)) for name, rows in parts.items()})
     config = DataConfig(dataset=str(folder), metrics=("mse",), max_length=8)
     data = load_task_data("classification", tokenizer(), config, 0)
-    assert data.validation[""]["labels"][:] == [-1.0, -1.0, 5.0]
+    assert data.held_out[""]["labels"][:] == [-1.0, -1.0, 5.0]
 
 
 def test_validation_rows_of_a_text_are_drawn_from_all_of_it(tmp_path):
     dataset = str(write(tmp_path, {"text.txt": sample_text(60)}) / "text.txt")
     data = DataConfig(dataset=dataset, documents="lines", validation_size=0.5, max_length=32)
-    every = load_task_data("embedding", tokenizer(), data, 0).validation[""]
-    few = load_task_data("embedding", tokenizer(), replace(data, max_eval_samples=4), 0).validation[""]
+    every = load_task_data("embedding", tokenizer(), data, 0).held_out[""]
+    few = load_task_data("embedding", tokenizer(), replace(data, max_eval_samples=4), 0).held_out[""]
     held_out = [tuple(row) for row in every["input_ids"]]
     assert len(few) == 4
     assert {tuple(row) for row in few["input_ids"]} <= set(held_out)
-    again = load_task_data("embedding", tokenizer(), replace(data, max_eval_samples=4), 7).validation[""]
+    again = load_task_data("embedding", tokenizer(), replace(data, max_eval_samples=4), 7).held_out[""]
     assert few["input_ids"][:] == again["input_ids"][:]
 
 
@@ -353,7 +355,7 @@ def test_names_of_classes_in_a_parquet_file(tmp_path):
 def test_splits_that_nothing_is_done_with_may_lack_labels(tmp_path):
     rows = "text,label\n" + "\n".join(f"t{number},{number % 2}" for number in range(20))
     folder = write(tmp_path, {"data/train.csv": rows, "data/test.csv": "text,label\nx,-1\n"})
-    assert set(load_labelled(DataConfig(dataset=str(folder / "data")))[0].splits) == {"train", "validation"}
+    assert set(load_labelled(DataConfig(dataset=str(folder / "data")))[0].splits) == {"train"}
 
 
 def test_the_first_of_several_validation_splits_decides(tmp_path):

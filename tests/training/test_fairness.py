@@ -112,7 +112,7 @@ def test_a_part_of_sorted_validation_data_holds_all_labels(tmp_path: Path) -> No
     path.write_text("\n".join([first, *sorted(rows, key=lambda row: row.rpartition(",")[2])]) + "\n", encoding="utf-8")
     config = convert_config(tmp_path, tmp_path / "task", tmp_path / "out", data__max_eval_samples=15)
     labels = [
-        load_task_data("classification", tiny_tokenizer(mask=True), config.data, seed).validation[""]["labels"][:]
+        load_task_data("classification", tiny_tokenizer(mask=True), config.data, seed).held_out[""]["labels"][:]
         for seed in (0, 1)
     ]
     assert set(labels[0]) == {0, 1}
