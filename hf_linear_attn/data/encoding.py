@@ -118,14 +118,14 @@ def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_leng
     return Encoded(encoded)
 
 
-def row_lengths(dataset: Dataset) -> list[int]:
+def row_lengths(dataset: Dataset, column: str = "input_ids") -> list[int]:
     """Return the number of tokens of each row."""
     import pyarrow.compute as pc
 
     tables = dataset.with_format("arrow").iter(BATCH_SIZE)
     lengths: list[int] = []
     for table in tables:
-        lengths += pc.list_value_length(table["input_ids"]).to_pylist()
+        lengths += pc.list_value_length(table[column]).to_pylist()
     return lengths
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from ..utils.models import Batch, leading_batches
 from ..utils.options import OptionError, default_of
 from .config import PYTHON_DOCUMENTATION, DataConfig
 from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, encode_targets, row_lengths
@@ -72,6 +73,11 @@ class TaskData:
     def labels(self) -> tuple[str, ...] | None:
         """The names of the outputs of the model's head in order; None for scores and without a head."""
         return None if self.labelled is None else self.labelled.names
+
+    @property
+    def has_decoder_rows(self) -> bool:
+        """Whether the labels of a row are what a decoder reads beside its encoder."""
+        return self.task_type == "seq2seq-lm"
 
     @property
     def best_step_metric(self) -> str:
@@ -119,6 +125,21 @@ class TaskData:
             return {"num_labels": 1, **changes}
         names = dict(enumerate(self.labels))
         return {"id2label": names, "label2id": {label: index for index, label in names.items()}, **changes}
+
+    def inputs(self, rows: Dataset) -> Dataset:
+        """Return rows with what a model reads of them: without labels, unless its decoder reads these."""
+        return rows.select_columns([name for name in rows.column_names if name != "labels" or self.has_decoder_rows])
+
+    def longer_than(self, rows: Dataset, length: int) -> Dataset:
+        """Return the rows of more than so many tokens, for the encoder or for the decoder."""
+        lengths = row_lengths(rows)
+        if self.has_decoder_rows:
+            lengths = [*map(max, lengths, row_lengths(rows, "labels"))]
+        return rows.select([row for row, tokens in enumerate(lengths) if tokens > length])
+
+    def leading_batches(self, rows: Iterable[Any], tokens: int) -> list[Batch]:
+        """Return the first of some rows, each as a batch, until they have so many tokens together."""
+        return leading_batches((self.collator([row]) for row in rows), tokens)
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Return the arguments of a Trainer that evaluates on this data."""

@@ -18,7 +18,6 @@ from ..mechanisms.softmax import SoftmaxAttention, head_token_bytes
 from ..mechanisms.window import WindowAttention, WindowOptions
 from ..patching import patch_model
 from ..registry import ATTENTIONS, build_options
-from ..training.calibration import leading_batches
 from ..training.head_search import SEARCH_TOKENS, ExactHeads, find_exact_heads
 from ..utils.models import shared_copy
 from ..utils.timing import is_measurable
@@ -90,7 +89,7 @@ def plan_of(choice: HeadChoice | None) -> LinearAttentionConfig | None:
 def _ranked_heads(run: TrainingRun, teacher: PreTrainedModel, options: dict[str, Any]) -> ExactHeads:
     """Return the choice of exact heads where all others have a mechanism with these options."""
     config, data = run.config, run.data
-    batches = leading_batches((data.collator([row]) for row in data.train), SEARCH_TOKENS)
+    batches = data.leading_batches(data.train, SEARCH_TOKENS)
     share = config.exact_share or SEARCH_SHARE
     with run.progress.working("choosing the heads that stay exact"):
         return find_exact_heads(

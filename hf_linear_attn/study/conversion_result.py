@@ -91,6 +91,11 @@ class ModelFacts:
     #: layer never attends to all of an input exactly.
     beyond_exact: Values | None = None
 
+    @property
+    def can_learn(self) -> bool:
+        """Whether there is anything to learn, and a training input that says something of it."""
+        return self.learned_parameters > 0 and (self.beyond_exact is None or self.beyond_exact["longer"] > 0)
+
 
 @dataclass(frozen=True)
 class ConversionResult:

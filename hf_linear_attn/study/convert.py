@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data.encoding import row_lengths
 from ..data.text import standard_library_documents, text_rows
 from ..integration.ablation import without_attention
 from ..integration.context import is_learned, is_patched, saved_tensors
@@ -22,7 +21,6 @@ from ..measure.embedding import EmbeddingCosine
 from ..measure.metric import Score
 from ..measure.speed import possible_lengths
 from ..patching import patch_report
-from ..training.calibration import leading_batches
 from ..training.options import ConvertConfig, FinetuneConfig
 from ..training.resumable import local_seed
 from ..training.selection import close_harmful_parts
@@ -42,7 +40,7 @@ from .stages import TrainingRun
 MIN_LONGER_SHARE = 0.05
 
 #: Number of batches that attention transfer does not train on, to choose its best step.
-VALIDATION_BATCHES = 2
+SET_ASIDE_BATCHES = 2
 
 #: Tokens of held-out rows that decide which linear parts remain.
 SELECTION_TOKENS = 4096
@@ -144,10 +142,8 @@ def _convert(run: TrainingRun) -> ConversionResult:
     config = run.config
     teacher, student, facts, scores = prepare_student(run)
     if is_patched(student):
-        learns, counts = facts.learned_parameters > 0, facts.beyond_exact
-        transfers = learns and (counts is None or counts["longer"])
-        _estimate(run, teacher, config.transfer.max_steps if transfers else 0)
-        if learns:
+        _estimate(run, teacher, config.transfer.max_steps if facts.can_learn else 0)
+        if facts.learned_parameters:
             student, scores = _transfer(run, student, scores)
             student, scores = _close_harmful_parts(run, student, scores)
     if config.distill.enabled:
@@ -181,7 +177,7 @@ def prepare_student(
     _warn_of_exact_inputs(run, facts)
     if not is_patched(student):
         return teacher, student, facts, {}
-    if facts.learned_parameters:
+    if facts.can_learn:
         student = _calibrate(run, student)
     return teacher, student, facts, run.measure("patched", student)
 
@@ -313,9 +309,7 @@ def _estimate(run: TrainingRun, teacher: PreTrainedModel, transfer_steps: int) -
 
 
 def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
-    """Calibrate the student, unless no row says anything of its mechanism."""
-    if not len(run.long_rows(student)):
-        return student
+    """Calibrate the student."""
 
     def fit() -> tuple[PreTrainedModel, dict[str, Any]]:
         with run.progress.working("calibrating"):
@@ -331,14 +325,13 @@ def _close_harmful_parts(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Close the linear parts that the model is better without, on held-out rows and, but for a task, other text."""
     data, limit = run.data, exact_length(student)
-    held_out: list[Any] = [*chain.from_iterable(cast(Any, data.held_out.values()))]
-    long = [row for row in held_out if len(row["input_ids"]) > limit]
+    long = [*chain.from_iterable(data.longer_than(rows, limit) for rows in data.held_out.values())]
     if not limit or not long:
         return student, scores
 
     def close() -> tuple[PreTrainedModel, dict[str, Any]]:
         student.to(run.process.device)
-        batches = leading_batches((data.collator([row]) for row in long), SELECTION_TOKENS)
+        batches = data.leading_batches(long, SELECTION_TOKENS)
         if run.config.task_type in ("causal-lm", "masked-lm", "embedding"):
             length = max(batch["input_ids"].shape[1] for batch in batches)
             batches += _other_text(run, length)
@@ -382,12 +375,12 @@ def _transfer(
         return student, scores
     if len(rows) < len(data.train) and "transfer" not in run.state:
         run.progress.log(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
-    # At least one row, which is trained on as well if it is the only one.
-    count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
+    # At least one row is set aside, which is trained on as well if it is the only one.
+    count = max(min(SET_ASIDE_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
     train = rows.select(range(max(len(rows) - count, 1)))
-    validation = rows.select(range(len(rows) - count, len(rows)))
+    set_aside = rows.select(range(len(rows) - count, len(rows)))
     before = _copies(student, is_learned)
-    student = run.learned("transfer", student, partial(run.transfer, student, train, validation), is_learned)
+    student = run.learned("transfer", student, partial(run.transfer, student, train, set_aside), is_learned)
     run.measure("transferred", student)
     return student, _keep_better(run, student, before, scores, "transferred")
 
@@ -472,8 +465,8 @@ def _speed(run: TrainingRun, teacher: PreTrainedModel, student: PreTrainedModel,
 
 def _facts(run: TrainingRun, model: PreTrainedModel) -> ModelFacts:
     report = patch_report(model) if is_patched(model) else None
-    limit, lengths = exact_length(model), row_lengths(run.data.train)
-    counts = {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}
+    limit = exact_length(model)
+    counts = {"exact_length": limit, "inputs": len(run.data.train), "longer": len(run.long_rows(model))}
     return ModelFacts(
         class_name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -30,7 +30,7 @@ from ..utils.environment import environment
 from ..utils.models import Batch, torch_device
 from ..utils.options import OptionError
 from . import models
-from .kinds import KINDS, Kind, input_columns, task_type_of
+from .kinds import KINDS, Kind, task_type_of
 from .options import EvaluateConfig
 from .study import Conditions
 
@@ -93,11 +93,10 @@ class EvaluatedModel:
 
     def training_batches(self, seed: int) -> tuple[list[Batch], list[Batch]]:
         """Return batches for an attention transfer, in an order by the seed, and a few that choose its best step."""
-        rows: Any = self.data.train
+        rows: Any = self.data.inputs(self.data.train)
         order = list(range(len(rows)))
         random.Random(seed).shuffle(order)
         size = max(1, min(32, STEP_TOKENS // self.data.longest))
-        rows = rows.select_columns(input_columns(rows, self.kind))
         collate = SeededCollator(self.data.collator, seed)
         batches: list[Batch] = [
             collate([rows[index] for index in order[start : start + size]]) for start in range(0, len(order), size)

@@ -72,11 +72,6 @@ def task_type_of(config: Any, model: PreTrainedModel | None, data: DataConfig) -
     return "causal-lm" if is_causal else "embedding"
 
 
-def input_columns(rows: Any, kind: Kind) -> list[str]:
-    """Return the columns of a data set that a model reads; of an encoder-decoder with the labels."""
-    return [name for name in rows.column_names if name != "labels" or kind.is_encoder_decoder]
-
-
 def held_out_batches(data: TaskData) -> list[Batch]:
     """Return all held-out rows, as they are measured."""
     return in_batches([*chain.from_iterable(data.held_out.values())], data.collator)

@@ -24,7 +24,7 @@ from ..data.task_data import TaskData, load_splits, load_task_data
 from ..measure.metric import Metric
 from ..measure.recall import RecallMetric
 from ..measure.speed import measure_passes
-from ..training.calibration import CALIBRATION_LENGTH, CALIBRATION_TOKENS, Calibration, calibrate, leading_batches
+from ..training.calibration import CALIBRATION_LENGTH, CALIBRATION_TOKENS, Calibration, calibrate
 from ..training.distillation import DistillationTrainer, FinetuningConfig, FinetuningTrainer
 from ..training.options import ConvertConfig, TrainingRunConfig
 from ..training.resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator
@@ -36,7 +36,7 @@ from ..utils.formatting import near_matches
 from ..utils.models import quiet_transformers
 from . import models
 from .budgets import budget_of
-from .kinds import KINDS, Kind, input_columns
+from .kinds import KINDS, Kind
 from .run_folder import RESUME, RunFolder, StageLog, format_metrics
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.
@@ -192,18 +192,14 @@ class TrainingRun(RunFolder):
 
     def long_rows(self, student: PreTrainedModel) -> Any:
         """Return the training rows that the mechanism does not attend to exactly: the others say nothing of it."""
-        rows: Any = self.data.train
-        limit = exact_length(student)
-        if not limit:
-            return rows
-        return rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit])
+        return self.data.longer_than(self.data.train, exact_length(student))
 
     def calibrate(self, student: PreTrainedModel) -> Calibration | None:
         """Fit the start of a mechanism, in place, to the first of the rows that say something of it."""
         rows = self.long_rows(student)
         if not len(rows):
             return None
-        batches = leading_batches((self.data.collator([row]) for row in rows), CALIBRATION_TOKENS)
+        batches = self.data.leading_batches(rows, CALIBRATION_TOKENS)
         length = 0 if self.budget is None else self.budget.length
         # A budget's length counts where it is beyond those that a calibration has in mind by itself.
         longest = length if length > CALIBRATION_LENGTH else None
@@ -255,8 +251,11 @@ class TrainingRun(RunFolder):
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         return trainer.complete_model(), stage_progress(trainer, data)
 
-    def transfer(self, model: PreTrainedModel, rows: Any, validation: Any) -> tuple[Any, dict[str, Any]]:
-        """Run the attention transfer, from its checkpoint if the run resumes. Returns what `train` does."""
+    def transfer(self, model: PreTrainedModel, rows: Any, set_aside: Any) -> tuple[Any, dict[str, Any]]:
+        """Run the attention transfer, from its checkpoint if the run resumes. Returns what `train` does.
+
+        The rows that are set aside choose the best step.
+        """
         self.prepare_folder()
         config, section = self.config, self.config.transfer
         folder = self.folder / "checkpoints" / "transfer"
@@ -276,7 +275,7 @@ class TrainingRun(RunFolder):
                 max_steps=section.max_steps,
                 learning_rate=section.learning_rate,
                 loss=section.loss,
-                validation=list(self._loader(accelerator, validation, batch)),
+                validation=list(self._loader(accelerator, set_aside, batch)),
                 eval_steps=section.eval_steps,
                 patience=section.patience,
                 gradient_accumulation_steps=section.gradient_accumulation_steps,
@@ -334,7 +333,7 @@ class TrainingRun(RunFolder):
         lengths = row_lengths(rows)
         step = batch_size * config.transfer.gradient_accumulation_steps * self.process.num_processes
         loader: Any = DataLoader(
-            rows.select_columns(input_columns(rows, self.kind)),
+            data.inputs(rows),
             batch_size=batch_size,
             sampler=EpochSampler(len(rows), config.seed, lengths, step) if shuffle else None,
             collate_fn=SeededCollator(data.collator, config.seed),

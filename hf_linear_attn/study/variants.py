@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from ..registry import ATTENTIONS, seed_options
 from ..training.calibration import calibrate_untrained
 from ..training.resumable import local_seed
 from ..training.transfer import transfer_attention
-from ..utils.models import shared_copy
+from ..utils.models import Batch, shared_copy
 from .checkpoint_groups import CheckpointGroup
 from .evaluated_model import EvaluatedModel
 from .study import Conditions, Learned, Record, Study
@@ -142,11 +142,16 @@ class MechanismStages:
         after = replace(untrained, state="transferred", settings={**settings, "steps": self.steps})
         return [untrained, replace(after, load=cache(partial(self.transferred, untrained, after)))]
 
+    @cached_property
+    def batches(self) -> tuple[list[Batch], list[Batch]]:
+        """Batches to calibrate and to train on, and a few that choose the best step of the training."""
+        return self.evaluated.training_batches(self.seed)
+
     def calibrated(self) -> PreTrainedModel:
         """Return the model with the mechanism, of which nothing has been trained."""
         model = patched_copy(self.evaluated.model, self.name, self.seed)
         if ATTENTIONS.get(self.name).learned:
-            calibrate_untrained(model, self.evaluated.training_batches(self.seed)[0])
+            calibrate_untrained(model, self.batches[0])
         return model
 
     def transferred(self, untrained: Variant, after: Variant) -> PreTrainedModel:
@@ -161,7 +166,7 @@ class MechanismStages:
 
     def train(self, model: PreTrainedModel) -> tuple[dict[str, Any], Learned]:
         """Train a patched model; return what a record says of that, and the parameters."""
-        batches, validation = self.evaluated.training_batches(self.seed)
+        batches, validation = self.batches
         with local_seed(self.seed):
             result = transfer_attention(
                 model,

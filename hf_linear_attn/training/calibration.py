@@ -24,15 +24,12 @@ from ..mechanisms.base import AttentionInputs
 from ..mechanisms.head_mixture import HeadMixture, linear_mechanism
 from ..mechanisms.window import HybridAttention, WindowAttention, is_closed
 from ..ops.terms import distances
-from ..utils.models import Batch, evaluation_mode, model_inputs, refuse_single_batch
+from ..utils.models import Batch, evaluation_mode, leading_batches, model_inputs, refuse_single_batch
 from .losses import query_block, query_ranges
 from .sharding import is_sharded
 
 #: Tokens that the start of an attention transfer, and of a search for exact heads, is calibrated on.
 CALIBRATION_TOKENS = 8192
-
-#: Tokens that an image or a sound is taken for, in the number of those to calibrate on.
-TOKENS_OF_OTHERS = 256
 
 #: Longest input that a calibration has in mind by default, in tokens.
 CALIBRATION_LENGTH = 8192
@@ -193,18 +190,6 @@ def calibrate_untrained(model: PreTrainedModel, batches: Iterable[Batch]) -> Non
         torch.distributed.broadcast_object_list(shared, 0)
         chosen = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in shared[0]]
     calibrate_rows(model, chosen)
-
-
-def leading_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
-    """Return the first batches, until they have so many tokens together."""
-    chosen: list[Batch] = []
-    for batch in batches:
-        chosen.append(batch)
-        rows = next(iter(batch.values()))
-        tokens -= batch["input_ids"].numel() if "input_ids" in batch else len(rows) * TOKENS_OF_OTHERS
-        if tokens <= 0:
-            break
-    return chosen
 
 
 def _can_be_moved(model: PreTrainedModel, batches: list[Batch]) -> bool:

@@ -26,9 +26,9 @@ from ..integration.exact import AttentionCall, observe_attention
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model
 from ..registry import ATTENTIONS, seed_options
-from ..utils.models import Batch, frozen, model_inputs, shared_copy
+from ..utils.models import Batch, frozen, leading_batches, model_inputs, shared_copy
 from ..utils.options import check_argument
-from .calibration import CALIBRATION_TOKENS, calibrate_rows, leading_batches
+from .calibration import CALIBRATION_TOKENS, calibrate_rows
 from .losses import exact_outputs, model_losses
 from .transfer import exact_length, longest_row
 

@@ -191,11 +191,11 @@ def transfer_attention(
         return TransferResult()
     if accelerator is not None:
         model = shard_frozen_model(accelerator, model)
-    held_out = [batch for batch in validation or () if longest_row(batch) > beyond]
+    long_validation = [batch for batch in validation or () if longest_row(batch) > beyond]
     if checkpoint is None or not Path(checkpoint).is_file():
         calibrate_untrained(model, (batch for batch in batches if longest_row(batch) > beyond))
     with objective.training():
-        run = _Run(objective, stream, held_out, options, accelerator, progress, log)
+        run = _Run(objective, stream, long_validation, options, accelerator, progress, log)
         return run.train(None if checkpoint is None else Path(checkpoint))
 
 
@@ -222,7 +222,7 @@ class _Run:
 
     objective: "AttentionTransferLoss"
     stream: "_Stream"
-    held_out: list[Batch]
+    validation: list[Batch]
     options: _LoopOptions
     accelerator: Accelerator | None
     progress: ProgressFunction | None
@@ -250,7 +250,7 @@ class _Run:
         watch = SignalWatch()
         if checkpoint is not None and checkpoint.is_file():
             self._load(checkpoint)
-        elif self.held_out:
+        elif self.validation:
             self._evaluate()
         started, before = time.perf_counter(), result.seconds
         if checkpoint is not None:
@@ -258,7 +258,7 @@ class _Run:
         try:
             while result.steps < steps and not self._is_out_of_patience():
                 self._step()
-                if self.held_out and (result.steps % self.options.eval_steps == 0 or result.steps == steps):
+                if self.validation and (result.steps % self.options.eval_steps == 0 or result.steps == steps):
                     self._evaluate()
                 result.seconds = before + time.perf_counter() - started
                 if checkpoint is not None:
@@ -303,7 +303,7 @@ class _Run:
         """Evaluate on the validation batches, each by its tokens; keep the parameters if they are the best so far."""
         result = self.result
         total = torch.zeros(2, dtype=torch.float64, device=self.parameters[0].device)
-        for batch in self.held_out:
+        for batch in self.validation:
             loss = self._loss(batch).double().mean()
             total += torch.stack([loss, torch.ones_like(loss)]) * self.objective.tokens
         summed, count = _average(total).tolist()

@@ -1,8 +1,8 @@
-"""Model copies, inputs, quiet loading and devices."""
+"""Model copies, inputs, batches, quiet loading and devices."""
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,9 @@ from transformers.utils import logging
 
 #: Transformers' arguments that describe a packed batch. Models take them among their `**kwargs`.
 BOUNDARY_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+#: Tokens that an image or a sound is taken for, in the number of those of some batches.
+TOKENS_OF_OTHERS = 256
 
 Batch = Mapping[str, Any]
 """What the tokenizer returns: tensors `[B, L]` by their names."""
@@ -115,6 +118,18 @@ def refuse_single_batch(batches: Any, name: str = "batches") -> None:
     """Raise a TypeError that names the argument if it is one batch instead of an iterable of batches."""
     if isinstance(batches, Mapping | Tensor):
         raise TypeError(f"{name} is one batch alone. Pass an iterable of batches, such as [batch].")
+
+
+def leading_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
+    """Return the first batches, until they have so many tokens together."""
+    chosen: list[Batch] = []
+    for batch in batches:
+        chosen.append(batch)
+        rows = next(iter(batch.values()))
+        tokens -= batch["input_ids"].numel() if "input_ids" in batch else len(rows) * TOKENS_OF_OTHERS
+        if tokens <= 0:
+            break
+    return chosen
 
 
 def torch_device(name: str) -> Any:

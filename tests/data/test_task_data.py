@@ -365,3 +365,19 @@ def test_the_first_of_several_validation_splits_decides(tmp_path):
     DatasetDict(splits).save_to_disk(tmp_path / "data")
     data = DataConfig(dataset=str(tmp_path / "data"), max_length=16)
     assert load_task_data("causal-lm", tokenizer(), data, 0).best_step_metric == "a_loss"
+
+
+def test_rows_are_as_long_as_what_the_encoder_or_the_decoder_reads(tmp_path):
+    texts = [("alpha beta gamma one two", "red"), ("red", "alpha beta gamma one two"), ("red", "blue")] * 4
+    rows = "\n".join(json.dumps({"text": text, "target": target}) for text, target in texts)
+    path = str(write(tmp_path, {"rows.jsonl": rows}) / "rows.jsonl")
+    data = DataConfig(dataset=path, text_columns=("text", "target"), max_length=16, validation_size=0.25)
+    pairs = load_task_data("seq2seq-lm", tokenizer(), data, 0)
+    long = pairs.longer_than(pairs.train, 5)
+    assert {len(row["input_ids"]) > 5 for row in long} == {True, False}
+    assert all(max(len(row["input_ids"]), len(row["labels"])) > 5 for row in long)
+    assert pairs.inputs(pairs.train).column_names == pairs.train.column_names
+    passages = load_task_data("embedding", tokenizer(), replace(data, text_columns=("text",)), 0)
+    labelled = passages.train.add_column("labels", [[0.0] * 9] * len(passages.train))
+    assert {len(row["input_ids"]) > 5 for row in passages.longer_than(labelled, 5)} == {True}
+    assert "labels" not in passages.inputs(labelled).column_names

@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
+from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.measure.metric import Score
 from hf_linear_attn.study import convert as stages
 from hf_linear_attn.study import stages as run
@@ -180,7 +181,7 @@ def test_transfer_draws_the_inputs_beyond_the_window(
 def test_transfer_on_a_few_inputs(count: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (stages, run):
         monkeypatch.setattr(module, "exact_length", lambda model: 5)
-        monkeypatch.setattr(module, "row_lengths", lambda rows: ([9] * count + [1] * len(rows))[: len(rows)])
+    monkeypatch.setattr(TaskData, "longer_than", lambda self, rows, length: rows.select(range(count)))
     steps = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1}
     results = convert(convert_config(folder / "tuned", folder / "task", tmp_path, **steps), console=quiet())
     assert results.training.transfer["step"] == 1
