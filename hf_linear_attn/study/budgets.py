@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoints import read_config
 from ..data.config import BUDGETS
 from ..measure.metric import Score
 from ..training.options import ConvertConfig
-from .kinds import KINDS, Kind, task_type_of
+from .kinds import KINDS, Kind
 
 #: Of a damage or a share in percent; the digits after them are those of rounding.
 DECIMALS = 6
@@ -145,12 +144,10 @@ class Budget:
 def budget_of(config: ConvertConfig) -> Budget | None:
     """Return the budget of a conversion, if it has one.
 
-    A ValueError if it is for another kind of model than the task, or the checkpoint, is.
+    A ValueError if it is for another kind of model.
     """
     if config.budget is None:
         return None
     budget = Budget.parse(config.budget)
-    budget.check_kind(KINDS[config.resolved_task_type])
-    if budget.cost == "cache" and config.model is not None:
-        budget.check_kind(KINDS[task_type_of(read_config(config.model, config.revision), None, config.data)])
+    budget.check_kind(KINDS[str(config.task_type)])
     return budget

@@ -312,13 +312,15 @@ def model_card(config: TrainingRunConfig, result: ConversionResult) -> str:
         hardware = result.environment["hardware"]
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
-    kind = KINDS[config.resolved_task_type]
+    kind = KINDS[str(config.task_type)]
     columns = TASKS.get(config.data.task).columns if config.data.task else config.data.text_columns
     is_pair = kind.task_type == "classification" and len(columns) == 2
     text = PAIR_EXAMPLE if is_pair else kind.example
     use = USE.format(auto_class=kind.auto_class, call=kind.call(text), pipeline=", pipeline" if kind.pipeline else "")
     settings = yaml.safe_dump(
-        changed_options(to_dict(config), to_dict(type(config)().completed())), sort_keys=False, allow_unicode=True
+        changed_options(to_dict(config), to_dict(type(config)().completed("classification"))),
+        sort_keys=False,
+        allow_unicode=True,
     )
     note = "Options that are not the default; `results.json` of the run has all."
     sections = {
@@ -344,7 +346,7 @@ def model_card(config: TrainingRunConfig, result: ConversionResult) -> str:
 def _header(config: TrainingRunConfig, result: ConversionResult, mechanisms: list[str]) -> ModelCardData:
     """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
     repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
-    pipeline_tag = KINDS[config.resolved_task_type].pipeline_tag
+    pipeline_tag = KINDS[str(config.task_type)].pipeline_tag
     results = [
         EvalResult(
             task_type=pipeline_tag,

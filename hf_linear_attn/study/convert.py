@@ -99,8 +99,10 @@ def execute(
     config: Any, console: Console | None, tool: str, stages: Callable[[TrainingRun], ConversionResult]
 ) -> ConversionResult:
     """Open a run, and go through its stages unless it has ended before; show its result."""
-    config = config.completed()
-    run = TrainingRun(config, tool, console)
+    task_type = config.task_type or models.default_task_type(config)
+    run = TrainingRun(config.completed(task_type), tool, console)
+    if config.task_type is None:
+        run.progress.log(f"Without --task_type the model is taken for {run.kind.noun}: {task_type}.")
     path = run.folder / RESULTS_FILE
     with run.interruptible():
         if config.resume and path.is_file():
@@ -332,7 +334,7 @@ def _close_harmful_parts(
     def close() -> tuple[PreTrainedModel, dict[str, Any]]:
         student.to(run.process.device)
         batches = data.leading_batches(long, SELECTION_TOKENS)
-        if run.config.task_type in ("causal-lm", "masked-lm", "embedding"):
+        if run.kind.is_of_text:
             length = max(batch["input_ids"].shape[1] for batch in batches)
             batches += _other_text(run, length)
         with run.progress.working("measuring what linear parts are worth"):
@@ -353,7 +355,7 @@ def _close_harmful_parts(
 def _other_text(run: TrainingRun, length: int) -> list[Batch]:
     """Return text of another kind than that of the training: a row for a decoder, passages for an encoder."""
     documents = standard_library_documents()[:OTHER_DOCUMENTS]
-    causal = run.config.task_type == "causal-lm"
+    causal = bool(run.kind.is_causal)
     # The loss of a passage's embedding is one number, that of a decoder's row one for each token.
     count = 1 if causal else SELECTION_TOKENS // length
     rows = text_rows(run.data.tokenizer, documents, length, max(count, 1), causal=causal)

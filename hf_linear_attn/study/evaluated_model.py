@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -137,7 +137,7 @@ def load_evaluated_model(
     rows = config.data
     if task_type == "embedding" and documents is None and rows.dataset is None:
         rows = replace(rows, dataset=PYTHON_DOCUMENTATION)
-    run = TrainingRunConfig(model=path, task_type=cast(Any, task_type), data=rows)
+    run = TrainingRunConfig(model=path, task_type=task_type, data=rows)
     length, _ = models.row_limit(run, tokenizer, loaded)
     steps = QUICK_STEPS if config.quick else LOADED_STEPS
     rows = models.with_limits(kind, replace(rows, max_length=length), quick=config.quick)

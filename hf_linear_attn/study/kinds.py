@@ -16,6 +16,7 @@ from ..measure.embedding import EmbeddingCosine, sentence_embeddings
 from ..measure.metric import Metric, in_batches
 from ..measure.recall import RETRIEVAL
 from ..measure.token_loss import TokenLoss
+from ..training.options import TaskType
 from ..utils.models import Batch
 
 EXAMPLE = '"The weather is nice today"'
@@ -46,6 +47,11 @@ class Kind:
         """Whether it predicts the tokens of a text."""
         return self.task_type in ("causal-lm", "masked-lm")
 
+    @property
+    def is_of_text(self) -> bool:
+        """Whether its data are documents alone, without labels or targets."""
+        return self.is_language_model or self.task_type == "embedding"
+
     def call(self, arguments: str) -> str:
         """Return the code of a card that calls `model` with `tokenizer`."""
         if self.pipeline:
@@ -58,7 +64,7 @@ class Kind:
         return getattr(transformers, self.auto_class)
 
 
-def task_type_of(config: Any, model: PreTrainedModel | None, data: DataConfig) -> str:
+def task_type_of(config: Any, model: PreTrainedModel | None, data: DataConfig) -> TaskType:
     """Return the kind of a checkpoint, or of a loaded model: by the class that it was saved from, and its task."""
     name = type(model).__name__ if model is not None else (config.architectures or [""])[0]
     if data.task is not None or "ForSequenceClassification" in name:

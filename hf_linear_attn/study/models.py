@@ -22,12 +22,12 @@ from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
 from ..integration.positions import extend_positions, position_limit
 from ..patching import patch_model
-from ..training.options import TrainingRunConfig
+from ..training.options import TaskType, TrainingRunConfig
 from ..utils.extras import require_packages
 from ..utils.gguf import split_source
 from ..utils.models import shared_copy
 from ..utils.options import OptionError
-from .kinds import KINDS, Kind
+from .kinds import KINDS, Kind, task_type_of
 
 #: Longest input, or block of a causal language model, where `data.max_length` is not given. Exact attention, with which
 #: teachers are trained, takes quadratic time beyond it.
@@ -127,6 +127,14 @@ def load_model(
     if body:
         raise ValueError(f"{name!r} lacks weights of the model itself ({body[0]}, …). Give a complete checkpoint.")
     return _checked(model, data, config), missing
+
+
+def default_task_type(config: TrainingRunConfig) -> TaskType:
+    """Return the task type of a run that names none: that of the model, or classification where it gets a new head."""
+    is_finetuned = "teacher" not in config.stages or config.stages["teacher"].enabled
+    if is_finetuned or config.model is None:
+        return "classification"
+    return task_type_of(read_config(config.model, config.revision), None, config.data)
 
 
 def head_of(config: TrainingRunConfig) -> PreTrainedConfig | None:

@@ -96,7 +96,7 @@ class PlanConfig:
     budget: str = option(help=BUDGETS)
     output: str = option("plan", "folder for plan.json and its table")
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism: --options.sink_tokens 8")
-    task_type: TaskType | None = option(None, "the kind of model (default: a decoder; with a task a classifier)")
+    task_type: TaskType | None = option(None, "the kind of model (default: that of its config)")
     data: DataConfig = option(factory=DataConfig)
     resume: bool = option(False, "continue an interrupted plan")
     overwrite: bool = option(False, "replace an earlier result in the output folder")

@@ -74,7 +74,7 @@ class TrainingRun(RunFolder):
         # What is wrong with the attention or with the budget is an error before there is a folder.
         self.attention = models.read_attention(config)
         self.budget = budget_of(config) if isinstance(config, ConvertConfig) else None
-        self.kind: Kind = KINDS[config.resolved_task_type]
+        self.kind: Kind = KINDS[config.task_type]
         super().__init__(config, tool, console)
         self.trackers = installed_trackers(config.report_to)
         if config.bf16 and has_slow_bfloat16(self.process.device.type):

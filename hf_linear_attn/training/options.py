@@ -141,7 +141,8 @@ class TrainingRunConfig:
     plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead")
     task_type: TaskType | None = option(
         None,
-        "what is learned; classification includes regression (default: classification, with a budget causal-lm)",
+        "what is learned; classification includes regression (default: the kind of the model; classification in "
+        "finetune, and where the teacher is fine-tuned)",
     )
     output: str | None = option(None, "folder of the result")
     data: DataConfig = option(factory=DataConfig)
@@ -175,24 +176,19 @@ class TrainingRunConfig:
             raise OptionError("options", "is for a mechanism: give attention, too.")
         kinds = {"mlm_probability": "masked-lm", "metrics": "classification", "label_column": "classification"}
         for name, kind in kinds.items():
-            if vars(self.data)[name] != default_of(DataConfig, name) and self.resolved_task_type != kind:
-                raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.resolved_task_type}.")
+            if vars(self.data)[name] != default_of(DataConfig, name) and self.task_type not in (None, kind):
+                raise OptionError(f"data.{name}", f"is for {kind} (task_type), not {self.task_type}.")
 
     @property
     def stages(self) -> dict[str, StageConfig]:
         """The sections of the stages of gradient steps by the Trainer, by their names."""
         return {}
 
-    @property
-    def resolved_task_type(self) -> TaskType:
-        """The task type, or the default one."""
-        return self.task_type or "classification"
-
-    def completed(self) -> Self:
-        """Return these options with the task type and the timed lengths that they leave open. The last step: what is
-        changed afterwards does not change these."""
+    def completed(self, task_type: TaskType) -> Self:
+        """Return these options for a task type, with the timed lengths where they leave them open. The last step: what
+        is changed afterwards does not change these."""
         speed = TimingConfig(TIMED_LENGTHS) if self.speed.lengths is None else self.speed  # null in YAML
-        return replace(self, task_type=self.resolved_task_type, speed=speed)
+        return replace(self, task_type=task_type, speed=speed)
 
 
 @dataclass(frozen=True)
@@ -283,14 +279,14 @@ class ConvertConfig(TrainingRunConfig):
         if self.control and not (self.distill.enabled and (self.attention is not None or self.plan is not None)):
             raise OptionError("control", "is trained beside a linear model by distillation: give attention and steps.")
         carried, longest = self.distill.carried_length, self.data.max_length
-        if carried and (self.resolved_task_type != "causal-lm" or self.gradient_checkpointing):
+        if carried and (self.task_type not in (None, "causal-lm") or self.gradient_checkpointing):
             raise OptionError("distill.carried_length", "needs task_type causal-lm and no gradient_checkpointing.")
         if carried and longest is not None and longest < carried + 2:
             raise OptionError(
                 "distill.carried_length",
                 f"leaves no token to predict in rows of {longest}, got {carried}.",
             )
-        if self.resolved_task_type == "embedding" and self.teacher.enabled:
+        if self.task_type == "embedding" and self.teacher.enabled:
             raise OptionError("task_type", "embedding has no labels to fine-tune a teacher on: leave out that section.")
 
     def _check_budget(self) -> None:
@@ -300,27 +296,23 @@ class ConvertConfig(TrainingRunConfig):
                 raise OptionError(name, "is chosen by the budget: leave it out.")
         if "window_size" in self.options:
             raise OptionError("options.window_size", "is chosen by the budget: leave it out.")
-        if self.resolved_task_type not in BUDGET_TRAINING:
-            raise OptionError(
-                "budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {self.resolved_task_type}."
-            )
+        if self.task_type not in (None, *BUDGET_TRAINING):
+            raise OptionError("budget", f"is for {', '.join(BUDGET_TRAINING)} (task_type), not {self.task_type}.")
 
     @property
     def stages(self) -> dict[str, StageConfig]:
         """Stage 0 and the last one; attention transfer has no Trainer."""
         return {"teacher": self.teacher, "distill": self.distill}
 
-    @property
-    def resolved_task_type(self) -> TaskType:
-        """The task type, or the default one: with a budget and no task, that of a decoder."""
-        is_decoder = self.budget is not None and self.data.task is None
-        return self.task_type or ("causal-lm" if is_decoder else "classification")
+    def completed(self, task_type: TaskType) -> Self:
+        """Return these options for a task type, with the timed lengths and the training that they leave open.
 
-    def completed(self) -> Self:
-        """Return these options with the task type, timed lengths and training (a budget's) that they leave open."""
-        training = USUAL_TRAINING if self.budget is None else BUDGET_TRAINING[self.resolved_task_type]
+        An OptionError if an option, or the budget, is for other task types.
+        """
+        config = super().completed(task_type)
+        training = USUAL_TRAINING if self.budget is None else BUDGET_TRAINING[task_type]
         transfer = _filled_in(self.transfer, training[0])
         distill = _filled_in(self.distill, training[1])
-        if self.resolved_task_type == "seq2seq-lm":  # whose encoder and decoder have states of different lengths
+        if task_type == "seq2seq-lm":  # whose encoder and decoder have states of different lengths
             distill = replace(distill, hidden_weight=0.0)
-        return replace(super().completed(), transfer=transfer, distill=distill)
+        return replace(config, transfer=transfer, distill=distill)

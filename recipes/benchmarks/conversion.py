@@ -53,7 +53,7 @@ def read_options(path: str | Path) -> Options:
     """
     options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     pretraining = {name: options.pop(name) for name in ("model_type", "config_overrides") if name in options}
-    return {**to_dict(make_config(ConvertConfig, None, options).completed()), **pretraining}
+    return {**to_dict(make_config(ConvertConfig, None, options).completed("classification")), **pretraining}
 
 
 def finetuned(options: Options, stage: str, *, output: Path, **changes: Any) -> Path:

@@ -67,7 +67,7 @@ def layers():
 
 def test_layers_say_what_their_linear_part_is_worth():
     parts = [{"layer": 0, "worth": 0.01234, "kept": True}, {"layer": 1, "worth": -0.5, "kept": False}]
-    card = cards.model_card(ConvertConfig(model="m"), result(layers=layers(), parts=parts))
+    card = cards.model_card(ConvertConfig(model="m", task_type="classification"), result(layers=layers(), parts=parts))
     assert "| worth of the linear part |" in card
     assert re.search(r"^\| 0 \| hedgehog \|.*\| \+0.0123 \|$", card, re.MULTILINE)
     assert re.search(r"^\| 1 \| hedgehog \|.*\| -0.5000, closed \|$", card, re.MULTILINE)
@@ -75,7 +75,9 @@ def test_layers_say_what_their_linear_part_is_worth():
 
 def test_the_exact_heads_of_each_layer_are_named():
     mixed, exact = ({**layer, "exact_heads": heads} for layer, heads in zip(layers(), ((1,), ()), strict=True))
-    card = cards.model_card(ConvertConfig(model="m"), result(layers=[mixed, {**exact, "attention": "softmax"}]))
+    card = cards.model_card(
+        ConvertConfig(model="m", task_type="classification"), result(layers=[mixed, {**exact, "attention": "softmax"}])
+    )
     assert re.search(r"^\| 0 \| hedgehog \| 1 \|", card, re.MULTILINE)
     assert re.search(r"^\| 1 \| softmax \| all \|", card, re.MULTILINE)
 
@@ -101,7 +103,10 @@ def test_a_budget_is_compared_with_the_model_as_saved(budget, measured):
         "recall": RecallPair("niah_multikey_1", 2048, {"recall": 0.8, **recall}, {"recall": 0.6, **recall}),
         "speed": SPEED,
     }
-    card = cards.model_card(ConvertConfig(model="m", budget=budget), result(state, "perplexity", False, budget=budget))
+    card = cards.model_card(
+        ConvertConfig(model="m", task_type="causal-lm", budget=budget),
+        result(state, "perplexity", False, budget=budget),
+    )
     assert f"For {budget}: windows of 256 tokens." in card
     assert (f"As saved: {measured} the budget." in card) if measured else ("As saved" not in card)
 
@@ -110,7 +115,9 @@ def test_a_speedup_that_is_lost_in_noise_is_not_said_to_be_within_a_budget():
     noisy = copy.deepcopy(SPEED)
     noisy.student[1] |= {"speedup": 2.5, "speedup_p20": 0.8, "speedup_p80": 2.9}
     state = {"choice": HeadChoice({}, [], "windows of 256 tokens"), "speed": noisy}
-    card = cards.model_card(ConvertConfig(model="m", budget="2x at 2048"), result(state, budget="2x at 2048"))
+    card = cards.model_card(
+        ConvertConfig(model="m", task_type="causal-lm", budget="2x at 2048"), result(state, budget="2x at 2048")
+    )
     assert "For 2x at 2048: " in card
     assert "As saved" not in card
     assert "speed of the saved model at 2,048 tokens is not measurable: nothing says whether it is within" in card
@@ -226,7 +233,7 @@ def config(model="owner/name", **data):
         options={"num_features": 8},
         data=DataConfig(**(data or {"task": "sst2"})),
         output="/home/somebody/secret/out",
-    ).completed()
+    ).completed("classification")
 
 
 def header(card):
@@ -271,7 +278,9 @@ def test_card_of_a_conversion():
 
 
 def test_card_of_a_model_from_scratch():
-    config = FinetuneConfig(model_type="gpt2", train_tokenizer=300, data=DataConfig(dataset="text.txt"))
+    config = FinetuneConfig(model_type="gpt2", train_tokenizer=300, data=DataConfig(dataset="text.txt")).completed(
+        "classification"
+    )
     card = cards.model_card(config, result({"trained": accuracy(0.9)}))
     assert header(card)["model-index"][0]["name"] == "gpt2"
     assert "# gpt2 with exact attention" in card
@@ -279,7 +288,7 @@ def test_card_of_a_model_from_scratch():
 
 
 def test_card_of_a_fine_tuned_exact_model():
-    tuned = FinetuneConfig(model="owner/name", data=DataConfig(task="sst2"))
+    tuned = FinetuneConfig(model="owner/name", data=DataConfig(task="sst2")).completed("classification")
     card = cards.model_card(tuned, result({"trained": accuracy(0.9)}))
     assert header(card)["tags"] == ["hf-linear-attn"]
     assert "# name with exact attention" in card
@@ -393,7 +402,9 @@ def test_a_folder_is_not_a_name(tmp_path):
     assert names(teacher) == (None, "BertForMaskedLM", "BertForMaskedLM")
     (folder / "README.md").write_text("---\nbase_model: owner/base\n---\n", encoding="utf-8")
     assert names() == ("owner/base", "base", "base")
-    tuned = cards.model_card(FinetuneConfig(model="owner/base", data=DataConfig(task="sst2")), result(STATE))
+    tuned = cards.model_card(
+        FinetuneConfig(model="owner/base", task_type="classification", data=DataConfig(task="sst2")), result(STATE)
+    )
     (folder / "README.md").write_text(tuned.replace("name: base", "name: tuned"), encoding="utf-8")
     assert names() == ("owner/base", "tuned", "tuned")
 

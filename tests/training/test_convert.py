@@ -143,11 +143,16 @@ def test_the_control_stands_beside_the_conversion(folder: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_data_that_cannot_measure_attention(folder: Path, tmp_path: Path) -> None:
-    """A decoder that was not trained is no better with its attention than without it."""
+    """A decoder that was not trained is no better with its attention than without it.
+
+    Its task type is that of the model where none is given.
+    """
     screen = io.StringIO()
-    options = {"task_type": "causal-lm", "data__text_columns": ["text"], "teacher__max_steps": None, "attention": "elu"}
+    options = {"data__text_columns": ["text"], "teacher__max_steps": None, "attention": "elu"}
     config = convert_config(folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", **options)
     stages = convert(config, console=Console(file=screen, width=400))
+    assert "the model is taken for a causal language model: causal-lm" in screen.getvalue()
+    assert stages.config["task_type"] == "causal-lm"
     assert stages.scores.without_attention["loss"] == pytest.approx(stages.scores.teacher["loss"], rel=0.02)
     for text in (screen.getvalue(), (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")):
         assert "These data cannot measure attention: the teacher's perplexity" in text

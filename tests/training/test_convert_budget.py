@@ -252,7 +252,9 @@ def test_a_budget_that_cannot_be_used_is_an_error_before_any_work(folder: Path, 
         convert(**options, budget="1% perplexity", task_type="embedding")
     with pytest.raises(ValueError, match="budget: is for causal-lm, embedding, classification"):
         convert(**options, budget="1% perplexity", task_type="masked-lm")
-    with pytest.raises(ValueError, match=r"bidirectional: train it as masked-lm, embedding or classification"):
+    with pytest.raises(
+        ValueError, match=r"'1% perplexity' is for a causal language model; this is an encoder of sentences"
+    ):
         convert(**{**options, "model": str(folder / "encoder")}, budget="1% perplexity")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="windows of 64 tokens, stored in int8, take"):

@@ -24,7 +24,8 @@ def test_a_decoder_has_no_masked_language_model(folder: Path, tmp_path: Path) ->
 
 
 def test_a_missing_head_is_told_after_a_missing_file_and_a_missing_column(folder: Path, tmp_path: Path) -> None:
-    paths, changes = (folder / "encoder", folder / "task", tmp_path / "out"), {"teacher__max_steps": None}
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    changes: dict[str, Any] = {"teacher__max_steps": None, "task_type": "classification"}
     with pytest.raises(FileNotFoundError, match="There is no file or folder"):
         convert(convert_config(paths[0], folder / "none.csv", paths[2], **changes), console=quiet())
     with pytest.raises(ValueError, match="no column 'sentences'"):
@@ -41,7 +42,7 @@ def test_a_missing_head_is_told_after_a_missing_file_and_a_missing_column(folder
         ({"options": {"feature_dims": 3}}, ValueError, "feature_dim"),
         ({"model": "nowhere/at-all"}, OSError, "nowhere/at-all"),
         ({"model": None}, ValueError, "^model: is missing"),
-        ({"teacher__max_steps": None}, ValueError, r"teacher\.num_train_epochs 3"),
+        ({"teacher__max_steps": None, "task_type": "classification"}, ValueError, r"teacher\.num_train_epochs 3"),
         ({"data__text_columns": ["sentense"]}, ValueError, "sentence"),
         ({"data__dataset": "nowhere.csv"}, OSError, "nowhere.csv"),
         ({"data__dataset": None}, ValueError, r"data\.task"),

@@ -12,7 +12,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.cli import main
 from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.integration.discovery import self_attention
-from hf_linear_attn.study.models import patch_as_configured, read_attention
+from hf_linear_attn.study.models import default_task_type, patch_as_configured, read_attention
 from hf_linear_attn.training.options import (
     ConvertConfig,
     DistillConfig,
@@ -21,8 +21,8 @@ from hf_linear_attn.training.options import (
     TeacherConfig,
     TransferConfig,
 )
-from hf_linear_attn.utils.options import make_config
-from tests.tiny_models import tiny_model
+from hf_linear_attn.utils.options import OptionError, make_config
+from tests.tiny_models import tiny_config, tiny_model
 
 SECTIONS = (DataConfig, StageConfig, TeacherConfig, TransferConfig, DistillConfig)
 
@@ -83,7 +83,11 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
         (ConvertConfig, {"bf16": True, "fp16": True}, "^bf16: excludes fp16"),
         (FinetuneConfig, {"train": StageConfig(num_train_epochs=0)}, "there is nothing to train"),
         (FinetuneConfig, {"options": {"window_size": 32}}, "^options: is for a mechanism: give attention"),
-        (ConvertConfig, {"data": DataConfig(mlm_probability=0.3)}, "^data.mlm_probability: is for masked-lm"),
+        (
+            ConvertConfig,
+            {"task_type": "embedding", "data": DataConfig(mlm_probability=0.3)},
+            "^data.mlm_probability: is for masked-lm",
+        ),
         (
             ConvertConfig,
             {"task_type": "causal-lm", "data": DataConfig(metrics=("accuracy",))},
@@ -94,7 +98,11 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
         (ConvertConfig, {"control": True, "attention": None}, "^control: is trained beside a linear model"),
         (ConvertConfig, {"control": True, "distill": DistillConfig(0.0)}, "^control: is trained beside"),
         (ConvertConfig, {"exact_share": 1.5}, "^exact_share: .* of at least 0 and below 1, got 1.5"),
-        (ConvertConfig, {"distill": DistillConfig(carried_length=8)}, "needs task_type causal-lm"),
+        (
+            ConvertConfig,
+            {"task_type": "masked-lm", "distill": DistillConfig(carried_length=8)},
+            "needs task_type causal-lm",
+        ),
         (
             ConvertConfig,
             {"distill": DistillConfig(carried_length=8), "task_type": "causal-lm", "data": DataConfig(max_length=9)},
@@ -109,18 +117,18 @@ def test_bad_values_name_the_option(config_class, values, message):
 
 def test_a_budget_sets_the_training_that_is_not_given():
     budget = {"budget": "2% perplexity"}
-    usual, short = ConvertConfig().completed(), ConvertConfig(**budget).completed()
+    usual, short = ConvertConfig().completed("causal-lm"), ConvertConfig(**budget).completed("causal-lm")
     assert (usual.transfer.max_steps, usual.distill.max_steps, usual.distill.num_train_epochs) == (200, None, 3.0)
     assert (short.transfer.max_steps, short.distill.max_steps, short.distill.num_train_epochs) == (0, 80, None)
     own = {"transfer": TransferConfig(200), "distill": DistillConfig(3.0, learning_rate=1e-4)}
-    config = ConvertConfig(**budget, **own).completed()
-    assert config.completed() == config
+    config = ConvertConfig(**budget, **own).completed("causal-lm")
+    assert config.completed("causal-lm") == config
     assert (config.transfer.max_steps, config.distill.max_steps, config.distill.num_train_epochs) == (200, None, 3.0)
     assert (config.distill.learning_rate, config.distill.per_device_train_batch_size) == (1e-4, 1)
-    assert not ConvertConfig(**budget, distill=DistillConfig(0.0)).completed().distill.enabled
+    assert not ConvertConfig(**budget, distill=DistillConfig(0.0)).completed("causal-lm").distill.enabled
     # What is given counts, even if it is the usual value.
     same = DistillConfig(per_device_train_batch_size=32, learning_rate=5e-5)
-    encoder = ConvertConfig(budget="0.01 cosine", task_type="embedding", distill=same).completed()
+    encoder = ConvertConfig(budget="0.01 cosine", distill=same).completed("embedding")
     assert (encoder.distill.per_device_train_batch_size, encoder.distill.learning_rate) == (32, 5e-5)
     assert encoder.transfer.per_device_train_batch_size == 8
 
@@ -156,7 +164,7 @@ def test_a_feature_map_in_a_window_gets_the_seed_of_the_run():
 def test_options_override_those_of_a_config_one_by_one():
     options = {"data": {"dataset": "x", "max_length": 64}, "distill": {"max_steps": 50}, "speed": {"lengths": None}}
     config = make_config(ConvertConfig, None, options)
-    assert config.completed().speed.lengths == (512, 2048), "null: the usual ones"
+    assert config.completed("classification").speed.lengths == (512, 2048), "null: the usual ones"
     changed = make_config(ConvertConfig, config, {"data": {"max_eval_samples": 9}, "distill": {"learned_lr": 1e-3}})
     assert (changed.data.dataset, changed.data.max_length, changed.data.max_eval_samples) == ("x", 64, 9)
     assert (changed.distill.max_steps, changed.distill.learned_lr) == (50, 1e-3)
@@ -165,7 +173,22 @@ def test_options_override_those_of_a_config_one_by_one():
 def test_a_config_without_its_budget_is_the_usual_one():
     usual = ConvertConfig(task_type="causal-lm", model="m")
     budget = make_config(ConvertConfig, usual, {"budget": "25% cache at 8192"})
-    longer = make_config(ConvertConfig, budget, {"distill": {"num_train_epochs": 2.0}}).completed()
+    longer = make_config(ConvertConfig, budget, {"distill": {"num_train_epochs": 2.0}}).completed("causal-lm")
     assert (longer.distill.num_train_epochs, longer.distill.max_steps) == (2.0, None)
     assert make_config(ConvertConfig, budget, {"budget": None}) == usual
     assert replace(budget, budget=None) == usual
+
+
+def test_the_task_type_is_that_of_the_model_unless_it_gets_a_new_head(tmp_path):
+    for name, kind, classes in (("decoder", "gpt2", ["GPT2LMHeadModel"]), ("encoder", "bert", ["BertModel"])):
+        tiny_config(kind, architectures=classes).save_pretrained(tmp_path / name)
+    decoder, encoder = str(tmp_path / "decoder"), str(tmp_path / "encoder")
+    assert default_task_type(ConvertConfig(model=decoder)) == "causal-lm"
+    assert default_task_type(ConvertConfig(model=encoder)) == "embedding"
+    assert default_task_type(ConvertConfig(model=encoder, data=DataConfig(task="sst2"))) == "classification"
+    for trains in (FinetuneConfig(model=decoder), ConvertConfig(model=encoder, teacher=TeacherConfig(max_steps=1))):
+        assert default_task_type(trains) == "classification"
+    with pytest.raises(OptionError, match=r"data.metrics: is for classification .* not causal-lm"):
+        ConvertConfig(data=DataConfig(metrics=("accuracy",))).completed("causal-lm")
+    with pytest.raises(OptionError, match=r"budget: is for causal-lm, embedding, classification .* not masked-lm"):
+        ConvertConfig(budget="1% perplexity").completed("masked-lm")
