@@ -70,13 +70,8 @@ class TaskData:
     metric_names: tuple[str, ...] = ()  # all metrics of a classification task, the one that decides first
 
     @property
-    def labels(self) -> tuple[str, ...] | None:
-        """The names of the outputs of the model's head in order; None for scores and without a head."""
-        return None if self.labelled is None else self.labelled.names
-
-    @property
-    def has_decoder_rows(self) -> bool:
-        """Whether the labels of a row are what a decoder reads beside its encoder."""
+    def is_encoder_decoder(self) -> bool:
+        """Whether the labels of a row are what the decoder reads beside its encoder."""
         return self.task_type == "seq2seq-lm"
 
     @property
@@ -121,19 +116,19 @@ class TaskData:
             return {}
         pad = self.tokenizer.pad_token_id
         changes = {"problem_type": self.labelled.problem, **({} if pad is None else {"pad_token_id": pad})}
-        if self.labels is None:
+        if self.labelled.names is None:  # scores
             return {"num_labels": 1, **changes}
-        names = dict(enumerate(self.labels))
+        names = dict(enumerate(self.labelled.names))
         return {"id2label": names, "label2id": {label: index for index, label in names.items()}, **changes}
 
     def inputs(self, rows: Dataset) -> Dataset:
         """Return rows with what a model reads of them: without labels, unless its decoder reads these."""
-        return rows.select_columns([name for name in rows.column_names if name != "labels" or self.has_decoder_rows])
+        return rows.select_columns([name for name in rows.column_names if name != "labels" or self.is_encoder_decoder])
 
     def longer_than(self, rows: Dataset, length: int) -> Dataset:
         """Return the rows of more than so many tokens, for the encoder or for the decoder."""
         lengths = row_lengths(rows)
-        if self.has_decoder_rows:
+        if self.is_encoder_decoder:
             lengths = [*map(max, lengths, row_lengths(rows, "labels"))]
         return rows.select([row for row, tokens in enumerate(lengths) if tokens > length])
 
@@ -183,7 +178,7 @@ class TaskData:
 class RowFormat:
     """What a task type makes of text: how a split becomes rows, and rows become batches."""
 
-    encode: Callable[[Dataset], Encoded]
+    encode: Callable[..., Encoded]  # of a split, with a `tokenizer` and a `max_length`
     collator: Callable[[list[Any]], dict[str, Tensor]]
     summary: str = "one row for each example"  # how rows are made
     cuts_documents: bool = False  # a document gives several rows
@@ -266,8 +261,20 @@ def load_task_data(
     else:
         source, form = _documents(task_type, tokenizer, data, documents)
     splits = hold_out(source.splits, data.validation_size)
-    train = _encode(splits["train"], form, data.max_train_samples, seed)
-    held_out = _held_out_rows(splits, form, data.max_eval_samples)
+
+    def encode(split: Dataset, size: int | None, seed: int, *, in_order: bool = False) -> Encoded:
+        """Encode a split, of which so many rows are drawn: of examples before, of parts of documents afterwards."""
+        drawn = split if form.cuts_documents else _draw(split, size, seed, in_order=in_order)
+        encoded = form.encode(drawn, tokenizer=tokenizer, max_length=data.max_length)
+        return replace(encoded, dataset=_draw(encoded.dataset, size, seed, in_order=in_order))
+
+    train = encode(splits["train"], data.max_train_samples, seed)
+    # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
+    held_out = {
+        name: _by_length(encode(split, data.max_eval_samples, 0, in_order=True).dataset)
+        for name, split in splits.items()
+        if name.startswith("validation")
+    }
     every, name = (train.dataset, *held_out.values()), source_name(data, documents)
     if any(len(rows) < MIN_ROWS for rows in every):
         counts = f"{len(train.dataset)} rows to train on and {min(map(len, held_out.values()))} held out"
@@ -296,24 +303,21 @@ def _labelled_examples(tokenizer: Any, data: DataConfig, head: PreTrainedConfig 
     check_metrics(names, labels.problem)
     if labels.problem == "single_label_classification":
         compute_metrics(names, *[range(len(labels.order))] * 2)
-    encode = partial(encode_pairs, tokenizer=tokenizer, columns=columns, max_length=cast(int, data.max_length))
+    encode = partial(encode_pairs, columns=columns)
     return source, RowFormat(encode, DataCollatorWithPadding(tokenizer), labels=labels, metric_names=names)
 
 
 def _pairs_of_texts(tokenizer: Any, data: DataConfig) -> tuple[Source, RowFormat]:
-    columns = data.text_columns
-    if len(columns) != 2:
-        listed = ", ".join(columns) or "none"
-        problem = f"of seq2seq-lm are two, the inputs and the targets, not {listed}"
-        raise OptionError("data.text_columns", f"{problem}. Name them: --data.text_columns INPUT TARGET.")
-    encode = partial(encode_targets, tokenizer=tokenizer, columns=columns, max_length=cast(int, data.max_length))
-    return load_columns(data, columns), RowFormat(encode, DataCollatorForSeq2Seq(tokenizer))
+    columns = text_columns(data, 2, wanted="two for seq2seq-lm, of inputs and of targets")
+    return load_columns(data, columns), RowFormat(
+        partial(encode_targets, columns=columns), DataCollatorForSeq2Seq(tokenizer)
+    )
 
 
 def _documents(
     task_type: str, tokenizer: Any, data: DataConfig, documents: Sequence[str] | None
 ) -> tuple[Source, RowFormat]:
-    column, length, causal = document_column(data), cast(int, data.max_length), task_type == "causal-lm"
+    (column,), causal = text_columns(data, 1, wanted="one column of documents"), task_type == "causal-lm"
     collator: Any = collate_blocks if causal else DataCollatorWithPadding(tokenizer)
     if task_type == "masked-lm":
         if tokenizer.mask_token_id is None:
@@ -321,9 +325,8 @@ def _documents(
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
     source = load_columns(data, [column], documents)
-    summary = rows_text(sum(map(len, source.splits.values())), length, causal=causal)
-    encode = encode_blocks if causal else encode_passages
-    encode = partial(encode, tokenizer=tokenizer, text_column=column, max_length=length)
+    summary = rows_text(sum(map(len, source.splits.values())), cast(int, data.max_length), causal=causal)
+    encode = partial(encode_blocks if causal else encode_passages, text_column=column)
     return source, RowFormat(encode, collator, summary, cuts_documents=True)
 
 
@@ -339,9 +342,9 @@ def source_name(data: DataConfig, documents: Sequence[str] | None = None) -> str
     return Path(data.dataset).name if Path(data.dataset).exists() else data.dataset
 
 
-def load_splits(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
+def load_splits(data: DataConfig, columns: Sequence[str]) -> Source:
     """Load those columns of a data set, with the split `train` and those that are held out (see `hold_out`)."""
-    source = load_columns(data, columns, documents)
+    source = load_columns(data, columns)
     return replace(source, splits=hold_out(source.splits, data.validation_size))
 
 
@@ -376,8 +379,8 @@ def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
         return splits
     if len(train) < MIN_DOCUMENTS and len(train.column_names) == 1:
         datasets, (column,) = import_datasets(), train.column_names
-        rows = [datasets.Dataset.from_dict({column: part}) for part in cut_end(train[column][:], share)]
-        return datasets.DatasetDict(dict(zip(("train", "validation"), rows, strict=True)))
+        before, end = (datasets.Dataset.from_dict({column: part}) for part in cut_end(train[column][:], share))
+        return datasets.DatasetDict(train=before, validation=end)
     count = max(MIN_ROWS, round(share * len(train)))
     if count >= len(train):
         problem = f"{count} of {len(train)} rows cannot be held out for validation"
@@ -387,12 +390,12 @@ def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
     return import_datasets().DatasetDict(train=rest, validation=train.select(chosen))
 
 
-def document_column(data: DataConfig) -> str:
-    """Return the text column of documents; an OptionError unless there is exactly one."""
-    if len(data.text_columns) != 1:
+def text_columns(data: DataConfig, *counts: int, wanted: str) -> tuple[str, ...]:
+    """Return the columns of text; an OptionError, which says what is wanted, unless there are so many."""
+    if len(data.text_columns) not in counts:
         listed = ", ".join(data.text_columns) or "none"
-        raise OptionError("data.text_columns", f"pairs are for classification; documents are one column, not {listed}.")
-    return data.text_columns[0]
+        raise OptionError("data.text_columns", f"must be {wanted}, not {listed}. Name what the data has.")
+    return data.text_columns
 
 
 def load_labelled(
@@ -403,7 +406,6 @@ def load_labelled(
     Returns the rows, their text columns, what the labels are, and the metrics of the task. Raises as `load_columns`,
     `load_task` and `encode_labels`.
     """
-    columns = data.text_columns
     label_columns = data.label_column
     metrics = tuple[str, ...]()
     if data.task is not None:
@@ -413,9 +415,7 @@ def load_labelled(
         task = TASKS.get(data.task)
         columns, label_columns, metrics = task.columns, ("label",), task.metrics
     else:
-        if len(columns) not in (1, 2):
-            listed = ", ".join(columns) or "none"
-            raise OptionError("data.text_columns", f"must be one column, or two for pairs, got {listed}.")
+        columns = text_columns(data, 1, 2, wanted="one column, or two for pairs")
         if "label" in columns:
             raise OptionError("data.text_columns", "cannot be 'label', the column of the labels. Rename it.")
         if shared := [name for name in label_columns if name in columns]:
@@ -430,24 +430,10 @@ def load_labelled(
     )
 
 
-def _encode(split: Dataset, form: RowFormat, size: int | None, seed: int, *, in_order: bool = False) -> Encoded:
-    """Encode a split, of which so many rows are drawn: examples before they are encoded, parts of documents after."""
-    encoded = form.encode(split if form.cuts_documents else _draw(split, size, seed, in_order=in_order))
-    return replace(encoded, dataset=_draw(encoded.dataset, size, seed, in_order=in_order))
-
-
-def _held_out_rows(splits: DatasetDict, form: RowFormat, size: int | None) -> dict[str, Dataset]:
-    """Return the rows of all splits for validation, from short to long: rows of similar length need less padding.
-
-    They are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
-    """
-    held_out = {}
-    for name in splits:
-        if name.startswith("validation"):
-            rows = _encode(splits[name], form, size, 0, in_order=True).dataset
-            lengths = row_lengths(rows)
-            held_out[name] = rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
-    return held_out
+def _by_length(rows: Dataset) -> Dataset:
+    """Return rows from short to long: those of similar length need less padding."""
+    lengths = row_lengths(rows)
+    return rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
 
 
 def _facts(train: Encoded, held_out: Mapping[str, Dataset]) -> dict[str, int]:

@@ -58,17 +58,14 @@ def in_batches(
 
     What the collator draws at random, such as the masked tokens of a masked language model, it draws from the seed.
     """
-    batches: list[Batch] = []
-    part: list[Mapping[str, Any]] = []
+    parts: list[list[Mapping[str, Any]]] = []
     longest = 0
+    for row in rows:
+        longest = max(longest, len(row["input_ids"]))
+        if not parts or longest * (len(parts[-1]) + 1) > BATCH_TOKENS:
+            parts.append([])
+            longest = len(row["input_ids"])
+        parts[-1].append(row)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for row in rows:
-            longest = max(longest, len(row["input_ids"]))
-            if part and longest * (len(part) + 1) > BATCH_TOKENS:
-                batches.append(collator(part))
-                part, longest = [], len(row["input_ids"])
-            part.append(row)
-        if part:
-            batches.append(collator(part))
-    return batches
+        return [collator(part) for part in parts]

@@ -7,7 +7,7 @@ times, all variants together at each length.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -41,7 +41,7 @@ from .options import (
 )
 from .study import Study, check_study, open_study
 from .timing import SpeedStudy
-from .variants import check_fits, timed_variants, variants_of
+from .variants import Variant, check_fits, timed_variants, variants_of
 
 Examples = Callable[[EvaluatedModel, Mapping[str, Callable[[], PreTrainedModel]]], Mapping[str, Any]]
 """Data frames by title, from the exact model and loaders of linear ones by their label."""
@@ -199,16 +199,19 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
 
 
 def measure_quality(
-    study: Study, evaluated: EvaluatedModel, rows: Any
+    study: Study, evaluated: EvaluatedModel, variants_by_row: Iterable[Sequence[Variant]]
 ) -> tuple[list[list[Measured]], dict[str, Callable[[], PreTrainedModel]]]:
-    """Measure every variant of a model; return the numbers, and a loader of the last linear one of each label."""
+    """Measure every variant of a model, by rows of the summary.
+
+    Returns the numbers, and a loader of the last linear one of each label.
+    """
     fidelity: dict[str, Metric] = {}
     if not evaluated.kind.is_encoder_decoder:
         batches = held_out_batches(evaluated.data)
         fidelity["fidelity"] = FidelityMetric(batches[:FIDELITY_BATCHES])
     measured: list[list[Measured]] = []
     linear: dict[str, Callable[[], PreTrainedModel]] = {}
-    for variants in rows:
+    for variants in variants_by_row:
         label = variants[0].label
         texts: dict[str, list[str]] = {name: [] for name in evaluated.metrics}
         for variant in variants:

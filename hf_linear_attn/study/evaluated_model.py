@@ -96,7 +96,7 @@ class EvaluatedModel:
         rows: Any = self.data.inputs(self.data.train)
         order = list(range(len(rows)))
         random.Random(seed).shuffle(order)
-        size = max(1, min(32, STEP_TOKENS // self.data.longest))
+        size = rows_of_step(self.data.longest)
         collate = SeededCollator(self.data.collator, seed)
         batches: list[Batch] = [
             collate([rows[index] for index in order[start : start + size]]) for start in range(0, len(order), size)
@@ -134,17 +134,17 @@ def load_evaluated_model(
     task_type = config.task_type or task_type_of(model_config, loaded, config.data)
     kind, seed = KINDS[task_type], config.seeds[0]
     tokenizer = tokenizer or read_tokenizer(path)
-    rows = config.data
-    if task_type == "embedding" and documents is None and rows.dataset is None:
-        rows = replace(rows, dataset=PYTHON_DOCUMENTATION)
-    run = TrainingRunConfig(model=path, task_type=task_type, data=rows)
+    limited = config.data
+    if task_type == "embedding" and documents is None and limited.dataset is None:
+        limited = replace(limited, dataset=PYTHON_DOCUMENTATION)
+    run = TrainingRunConfig(model=path, task_type=task_type, data=limited)
     length, _ = models.row_limit(run, tokenizer, loaded)
     steps = QUICK_STEPS if config.quick else LOADED_STEPS
-    rows = models.with_limits(kind, replace(rows, max_length=length), quick=config.quick)
-    if rows.max_train_samples is None:
-        rows = replace(rows, max_train_samples=steps * max(1, min(32, STEP_TOKENS // length)))
+    limited = models.with_limits(kind, replace(limited, max_length=length), quick=config.quick)
+    if limited.max_train_samples is None:
+        limited = replace(limited, max_train_samples=steps * rows_of_step(length))
     head = model_config if task_type == "classification" else None
-    data = load_task_data(task_type, tokenizer, rows, seed, documents=documents, head=head)
+    data = load_task_data(task_type, tokenizer, limited, seed, documents=documents, head=head)
     model, missing = models.load_model(run, data, loaded=loaded)
     if missing:
         raise models.missing_head(run, f"{missing[0]} is missing")
@@ -170,6 +170,11 @@ def load_evaluated_model(
     name = name or type(model).__name__
     fingerprint = models.weights_fingerprint(model)
     return EvaluatedModel(model, kind, name, data, metrics, fingerprint, hardware, machine["versions"], data.checksum())
+
+
+def rows_of_step(longest: int) -> int:
+    """Return how many rows one step of attention transfer takes."""
+    return max(1, min(32, STEP_TOKENS // longest))
 
 
 def recall_metric(kind: Kind, tokenizer: Any, lengths: Sequence[int], seed: int) -> RecallMetric:

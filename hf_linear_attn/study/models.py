@@ -131,8 +131,7 @@ def load_model(
 
 def default_task_type(config: TrainingRunConfig) -> TaskType:
     """Return the task type of a run that names none: that of the model, or classification where it gets a new head."""
-    is_finetuned = "teacher" not in config.stages or config.stages["teacher"].enabled
-    if is_finetuned or config.model is None:
+    if config.finetunes or config.model is None:
         return "classification"
     return task_type_of(read_config(config.model, config.revision), None, config.data)
 

@@ -158,8 +158,8 @@ class MechanismStages:
         """Return the model with the parameters of an attention transfer: those that are stored, or it is done now."""
         model = patched_copy(self.evaluated.model, self.name, self.seed)
         model.load_state_dict(saved_tensors(untrained.load(), is_learned), strict=False)
-        evaluated = self.evaluated
-        conditions = after.of(evaluated.conditions("attention_transfer", settings=evaluated.row_settings))
+        settings = self.evaluated.row_settings
+        conditions = after.of(self.evaluated.conditions("attention_transfer", settings=settings))
         learned = self.study.learned(conditions, partial(self.train, model), label=self.name)
         model.load_state_dict(learned, strict=False)
         return model

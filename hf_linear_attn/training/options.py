@@ -184,6 +184,11 @@ class TrainingRunConfig:
         """The sections of the stages of gradient steps by the Trainer, by their names."""
         return {}
 
+    @property
+    def finetunes(self) -> bool:
+        """Whether the model is fine-tuned on the task first, and may get a new head for it."""
+        return "teacher" not in self.stages or self.stages["teacher"].enabled
+
     def completed(self, task_type: TaskType) -> Self:
         """Return these options for a task type, with the timed lengths where they leave them open. The last step: what
         is changed afterwards does not change these."""

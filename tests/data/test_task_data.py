@@ -120,7 +120,7 @@ def test_metrics_and_heads_for_other_labels_are_refused(tmp_path):
         load("classes.csv", "accuracy", "f1")
     with pytest.raises(ValueError, match=r"trained with classes \(LABEL_0, LABEL_1, LABEL_2\); the data has scores"):
         load("scores.csv", head=BertConfig(num_labels=3))
-    assert load("scores.csv", head=BertConfig(num_labels=1)).labels is None
+    assert load("scores.csv", head=BertConfig(num_labels=1)).labelled.names is None
     assert (
         load("classes.csv", head=BertConfig(num_labels=1)).labelled.problem == "regression"
     )  # whole numbers are scores, too
@@ -289,7 +289,7 @@ def test_text_columns_that_cannot_be_read_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"The data set has no column 'story'"):
         load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), text_columns=("story",)), ("story",))
     for columns in ((), ("a", "b", "c")):
-        with pytest.raises(OptionError, match=r"data.text_columns: must be one column, or two for pairs, got"):
+        with pytest.raises(OptionError, match=r"data.text_columns: must be one column, or two for pairs, not"):
             load_labelled(DataConfig(dataset="not read", text_columns=columns))
 
 
