@@ -5,7 +5,7 @@ On its way through `convert` and `evaluate` a text has five shapes:
 1. what a person brings: a file, a folder, a name on the Hub, or documents in memory (`DataConfig`);
 2. columns of text and labels by splits (`files.Source`);
 3. rows of token ids, to train on and held out (`TaskData`);
-4. batches of tensors, which the collator of the task makes of rows;
+4. batches of tensors (`utils.models.Batch`), which the collator of the task makes of rows;
 5. the numbers of a metric (`measure.metric.Metric`).
 """
 
@@ -57,9 +57,9 @@ class TaskData:
 
     task_type: str  # "classification", "causal-lm", "masked-lm", "embedding" or "seq2seq-lm"
     tokenizer: Any
-    collator: Callable[[list[Any]], dict[str, Tensor]]
+    collator: Callable[[list[Any]], Batch]
     train: Dataset
-    #: Rows that are measured on by name. The name is a prefix of metrics' names; it is empty if there is one set only.
+    #: Rows that are measured on, from short to long, by a prefix of metrics' names; it is empty if there is one set only.
     held_out: Mapping[str, Dataset]
     facts: Mapping[str, int]  # numbers of rows and tokens
     longest: int  # tokens of the longest row
@@ -179,7 +179,7 @@ class RowFormat:
     """What a task type makes of text: how a split becomes rows, and rows become batches."""
 
     encode: Callable[..., Encoded]  # of a split, with a `tokenizer` and a `max_length`
-    collator: Callable[[list[Any]], dict[str, Tensor]]
+    collator: Callable[[list[Any]], Batch]
     summary: str = "one row for each example"  # how rows are made
     cuts_documents: bool = False  # a document gives several rows
     labels: Labels | None = None  # of a classification

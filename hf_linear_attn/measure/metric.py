@@ -52,7 +52,7 @@ class Metric(ABC):
 
 
 def in_batches(
-    rows: Sequence[Mapping[str, Any]], collator: Callable[[list[Any]], Mapping[str, Any]], *, seed: int = 0
+    rows: Sequence[Mapping[str, Any]], collator: Callable[[list[Any]], Batch], *, seed: int = 0
 ) -> list[Batch]:
     """Return rows, in their order, as batches of up to `BATCH_TOKENS` tokens.
 

@@ -87,7 +87,7 @@ class EvaluatedModel:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of the longest held-out row, which inputs for timing are made of."""
+        """The tokens of the longest held-out row, the last one, which inputs for timing are made of."""
         rows: Any = next(iter(self.data.held_out.values()))
         return [int(token) for token in rows[len(rows) - 1]["input_ids"]]
 
@@ -134,17 +134,17 @@ def load_evaluated_model(
     task_type = config.task_type or task_type_of(model_config, loaded, config.data)
     kind, seed = KINDS[task_type], config.seeds[0]
     tokenizer = tokenizer or read_tokenizer(path)
-    limited = config.data
-    if task_type == "embedding" and documents is None and limited.dataset is None:
-        limited = replace(limited, dataset=PYTHON_DOCUMENTATION)
-    run = TrainingRunConfig(model=path, task_type=task_type, data=limited)
+    wanted = config.data
+    if task_type == "embedding" and documents is None and wanted.dataset is None:
+        wanted = replace(wanted, dataset=PYTHON_DOCUMENTATION)
+    run = TrainingRunConfig(model=path, task_type=task_type, data=wanted)
     length, _ = models.row_limit(run, tokenizer, loaded)
     steps = QUICK_STEPS if config.quick else LOADED_STEPS
-    limited = models.with_limits(kind, replace(limited, max_length=length), quick=config.quick)
-    if limited.max_train_samples is None:
-        limited = replace(limited, max_train_samples=steps * rows_of_step(length))
+    wanted = models.with_limits(kind, replace(wanted, max_length=length), quick=config.quick)
+    if wanted.max_train_samples is None:
+        wanted = replace(wanted, max_train_samples=steps * rows_of_step(length))
     head = model_config if task_type == "classification" else None
-    data = load_task_data(task_type, tokenizer, limited, seed, documents=documents, head=head)
+    data = load_task_data(task_type, tokenizer, wanted, seed, documents=documents, head=head)
     model, missing = models.load_model(run, data, loaded=loaded)
     if missing:
         raise models.missing_head(run, f"{missing[0]} is missing")

@@ -91,8 +91,8 @@ class TrainingRun(RunFolder):
         max_length, reason = models.row_limit(config, tokenizer)
         with self.progress.working(f"reading {config.data.task or config.data.dataset or 'the data'}"):
             with self.process.main_process_first():
-                limited = models.with_limits(self.kind, replace(config.data, max_length=max_length))
-                data = load_task_data(config.task_type, tokenizer, limited, config.seed, head=models.head_of(config))
+                wanted = models.with_limits(self.kind, replace(config.data, max_length=max_length))
+                data = load_task_data(config.task_type, tokenizer, wanted, config.seed, head=models.head_of(config))
             if config.task_type == "classification" and not config.finetunes:
                 models.check_head(config)
         for note in data.notes:
