@@ -59,7 +59,7 @@ class TaskData:
     tokenizer: Any
     collator: Callable[[list[Any]], Batch]
     train: Dataset
-    #: Rows that are measured on, from short to long, by a prefix of metrics' names; it is empty if there is one set only.
+    #: Rows that are measured on, from short to long, by a prefix of metrics' names, which is empty for one set only.
     held_out: Mapping[str, Dataset]
     facts: Mapping[str, int]  # numbers of rows and tokens
     longest: int  # tokens of the longest row

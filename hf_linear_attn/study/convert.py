@@ -101,7 +101,7 @@ def execute(
     """Open a run, and go through its stages unless it has ended before; show its result."""
     task_type = config.task_type or models.default_task_type(config)
     run = TrainingRun(config.completed(task_type), tool, console)
-    if config.task_type is None:
+    if config.task_type is None and not config.finetunes:
         run.progress.log(f"Without --task_type the model is taken for {run.kind.noun}: {task_type}.")
     path = run.folder / RESULTS_FILE
     with run.interruptible():

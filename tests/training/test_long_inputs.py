@@ -107,7 +107,7 @@ def test_what_is_cut_is_said(folder: Path, tmp_path: Path) -> None:
     expected = "32 of 32 training rows are cut to 96 tokens (the model's limit; --max_length extends learned positions)"
     assert f"{expected}; they lose {share:.1f} % of all tokens." in screen.getvalue()
     assert 5 < share < 20
-    assert "7 of 8 validation rows are in the training data, too: their scores" in screen.getvalue()
+    assert "7 of 8 held-out rows are in the training data, too: their scores" in screen.getvalue()
 
 
 @pytest.mark.parametrize(
