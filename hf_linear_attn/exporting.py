@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +28,9 @@ FORMATS = {
 
 #: Largest difference from the model's outputs, relative to their largest number.
 TOLERANCE = 1e-4
+
+#: The same with caches in int8, where a number next to the middle of two may be rounded either way.
+INT8_TOLERANCE = 0.05
 
 #: Lengths of the rows of a batch that is traced, and of those that the graph is checked with.
 TRACED_LENGTHS = (9, 23)
@@ -56,7 +61,9 @@ class ExportResult:
 
     output: str
     components: tuple[str, ...]  #: The graphs.
-    difference: float | None  #: Of an encoder's outputs from the model's, at most, relative to the largest of them.
+    #: Of the outputs from the model's, at most, relative to the largest of them; None for decoders in other formats
+    #: than ONNX.
+    difference: float | None
 
     def __str__(self) -> str:
         checked = (
@@ -107,11 +114,12 @@ def export(config: ExportConfig | None = None, **options: Any) -> ExportResult:
 
 
 def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None]:
-    """Return Transformers' `ExportedModel`, and how far an encoder's outputs are from the model's, relatively."""
+    """Return Transformers' `ExportedModel`, and how far its outputs are from the model's (`ExportResult`)."""
     from torch.export import Dim
     from transformers.exporters.auto import get_exporter_class
 
     from .integration.positions import length_limit
+    from .integration.repeated_calls import tracing_once
     from .ops.graph_nodes import placing_nodes
 
     _check_exportable(model, format)
@@ -120,11 +128,14 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     settings = partial(exporter.config_class, **({"optimize": False} if format == "onnx" else {}))
     limit = length_limit(model)
     inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
-    nodes = placing_nodes() if format == "onnx" else nullcontext()
+    nodes = ExitStack()
+    if format == "onnx":
+        nodes.enter_context(placing_nodes())
+        nodes.enter_context(tracing_once(model))
     if model.can_generate():
-        config = settings(dynamic=True)
+        config = {name: settings(dynamic_shapes=shapes) for name, shapes in _free_sizes(model, inputs, limit).items()}
         if format == "openvino":  # the states are outputs of the first graph, and variables of the second
-            config = {"prefill": settings(dynamic=True, stateful=False), "decode": config}
+            config["prefill"] = replace(config["prefill"], stateful=False)
         try:
             with nodes:
                 exported = simplified(exporter.export_for_generation(model, inputs, config))
@@ -134,7 +145,8 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
             raise
         if format == "openvino":
             _link_states(exported)
-        return exported, None
+        is_checked = format == "onnx" and "prefill" in exported.components
+        return exported, _difference_of_tokens(model, exported, limit) if is_checked else None
     sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
     shapes = dict.fromkeys(inputs, sizes)
     with nodes:
@@ -142,6 +154,36 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     if format == "openvino":  # which computes in bfloat16 by default where the processor can
         exported.to("cpu", config={"INFERENCE_PRECISION_HINT": "f32"})
     return exported, _difference(model, exported, limit)
+
+
+def _free_sizes(model: PreTrainedModel, inputs: dict[str, Any], limit: int | None) -> dict[str, Any]:
+    """Return which sizes of the inputs of a decoder's graphs are free, as `torch.export` reads it, by graph.
+
+    They are those that differ between two batches. Were all sizes free, each state would have symbols of its own, which
+    torch finds out to be constants one by one.
+    """
+    import torch
+    from torch.export import Dim
+    from torch.utils._pytree import tree_leaves
+    from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
+    from transformers.exporters.utils import decompose_for_generation, prepare_for_export
+
+    def free(first: Any, second: Any) -> Any:
+        if not isinstance(first, torch.Tensor):  # a cache
+            return [free(*pair) for pair in zip(tree_leaves(first), tree_leaves(second), strict=True)]
+        sizes = enumerate(zip(first.shape, second.shape, strict=True))
+        return {axis: Dim.AUTO for axis, (size, other) in sizes if size != other}
+
+    def captured(batch: dict[str, Any]) -> dict[str, Any]:
+        graphs = decompose_for_generation(model, batch)
+        return {name: prepare_for_export(*graph)[1] for name, graph in graphs.items()}
+
+    register_cache_pytrees_for_model(model)
+    lengths = [min(length + 1, limit or length + 1) for length in (*TRACED_LENGTHS, 1)]
+    first, second = captured(inputs), captured(padded_inputs(model, lengths))
+    return {
+        name: {key: free(value, second[name][key]) for key, value in values.items()} for name, values in first.items()
+    }
 
 
 def _check_exportable(model: PreTrainedModel, format: str) -> None:
@@ -167,18 +209,79 @@ def _difference(model: PreTrainedModel, exported: Any, limit: int | None) -> flo
     """
     import torch
 
-    worst = 0.0
-    for lengths in CHECKED_LENGTHS:
-        inputs = padded_inputs(model, [min(length, limit or length) for length in lengths])
+    differences = []
+    for inputs in _checked_inputs(model, limit):
         real = inputs["attention_mask"].bool()
         with torch.no_grad():
             expected = model(**inputs)[0]
             actual = exported(**inputs)[0].to(model.device)
         if expected.shape[:2] == real.shape:  # one output a token
             expected, actual = expected[real], actual[real]
-        size = expected.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-        worst = float(torch.maximum(torch.tensor(worst), ((expected - actual).abs().max() / size).cpu()))  # keeps NaN
-    if not worst <= (TOLERANCE if model.dtype == torch.float32 else sys.float_info.max):
+        differences.append(_relative(expected, actual))
+    return _checked(differences, TOLERANCE if model.dtype == torch.float32 else sys.float_info.max)
+
+
+def _difference_of_tokens(model: PreTrainedModel, exported: Any, limit: int | None) -> float:
+    """Return the largest difference of the logits of a decoder's graphs, of a prompt and of tokens after it."""
+    import onnxruntime
+    import torch
+    from transformers import DynamicCache
+
+    from .integration.cache import LinearStateLayer, state_layer
+    from .integration.cache_argument import cache_argument, output_cache
+    from .utils.models import accepted
+
+    settings = onnxruntime.SessionOptions()  # optimising takes longer than these short inputs
+    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    runners = copy(exported).to("cpu", session_options=settings).runners
+    differences = []
+    rounds = False
+    for inputs in _checked_inputs(model, limit):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        known: Any = None
+        cache: Any = DynamicCache(config=model.config.get_text_config())
+        length = ids.shape[1]
+        start = 0
+        for stop in (length - 2, length - 1, length):
+            tokens = accepted(model, input_ids=ids[:, start:stop], position_ids=positions[:, start:stop])
+            tokens["attention_mask"] = mask[:, :stop]
+            with torch.no_grad():
+                expected = model(**tokens, **cache_argument(model, known), use_cache=True)
+            known = output_cache(expected)
+            if start == 0:  # a graph takes the empty states of linear layers
+                for index, layer in enumerate(known.layers):
+                    if isinstance(layer, LinearStateLayer):
+                        state_layer(cache, index)
+            actual = runners["decode" if start else "prefill"](**tokens, **cache_argument(model, cache))
+            cache = output_cache(actual)
+            real = mask[:, stop - 1].bool()
+            differences.append(_relative(expected.logits[real, -1], actual.logits[real, -1].to(model.device)))
+            start = stop
+        states = [layer.state or {} for layer in known.layers if isinstance(layer, LinearStateLayer)]
+        rounds |= any(any(tensor.dtype == torch.int8 for tensor in state.values()) for state in states)
+    return _checked(differences, INT8_TOLERANCE if rounds else TOLERANCE)
+
+
+def _checked_inputs(model: PreTrainedModel, limit: int | None) -> Iterator[dict[str, Any]]:
+    for lengths in CHECKED_LENGTHS:
+        yield padded_inputs(model, [min(length, limit or length) for length in lengths])
+
+
+def _relative(expected: Any, actual: Any) -> Any:
+    """Return the largest difference from what is expected, relative to the largest number there."""
+    import torch
+
+    size = expected.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return ((expected - actual).abs().max() / size).cpu()
+
+
+def _checked(differences: list[Any], tolerance: float) -> float:
+    """Return the largest difference. A RuntimeError where it is more than the tolerance, or no number."""
+    import torch
+
+    worst = float(torch.stack(differences).max())  # keeps NaN
+    if not worst <= tolerance:
         raise RuntimeError(
             f"The exported graph's outputs differ from the model's by {worst:.1e} of the largest, more than rounding. "
             "Please report it, with the model's config."
@@ -196,10 +299,13 @@ def simplified(exported: Any) -> Any:
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
     from onnxscript import optimizer
 
+    from .integration.repeated_calls import expand_calls
     from .ops.graph_nodes import DOMAIN
     from .ops.onnx_functions import replace_nodes
 
     for component in exported.components.values():
+        expand_calls(component.program)
+        optimizer.inline(component.program)
         replace_nodes(component.program)
         optimizer.inline(component.program)
         component.program.opset_imports.pop(DOMAIN, None)

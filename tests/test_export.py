@@ -15,6 +15,7 @@ from hf_linear_attn.exporting import export_model, padded_inputs
 from hf_linear_attn.integration.cache import state_layer
 from hf_linear_attn.integration.cache_argument import cache_argument, output_cache
 from hf_linear_attn.integration.positions import length_limit
+from hf_linear_attn.mechanisms.window import WindowAttention
 from tests.comparing import assert_close, logits, relative_error
 from tests.inputs import padded_batch, token_ids
 from tests.slow_cases import long, slow_rows
@@ -175,6 +176,28 @@ def test_a_decoder_with_exact_heads_goes_on_with_any_number_of_rows(name, cache_
             cache = output_cache(output)
             real = batch["attention_mask"][:, stop - 1].bool()
             assert_close(output.logits[real, -1], expected[real, stop - 1])
+
+
+@pytest.mark.slow
+def test_layers_of_one_kind_are_traced_once(monkeypatch):
+    """Also the parts of a mixture; a layer of another kind is traced by itself."""
+    traced = []
+    forward = WindowAttention.forward
+
+    def counted(self, inputs):
+        traced.extend([self] if torch.compiler.is_exporting() else [])
+        return forward(self, inputs)
+
+    monkeypatch.setattr(WindowAttention, "forward", counted)
+    options = {"attention": "window", "window_size": 4, "mix_init": 0.0, "exact_heads": [1]}
+    model = tiny_model("llama", num_hidden_layers=4)
+    hla.patch_model(model, {"default": options, "1": {**options, "window_size": 6}})
+    exported, difference = export_model(model, "onnx")
+    assert len(traced) == 2 * len(exported.components)
+    assert difference <= 1e-4
+    for component in exported.components.values():
+        assert not component.program.functions
+        assert {node.domain for node in component.program.graph} <= {""}
 
 
 @pytest.mark.slow

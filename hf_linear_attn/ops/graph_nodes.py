@@ -41,8 +41,10 @@ def graph_node(
     inputs: Sequence[Tensor | None],
     attributes: Mapping[str, int | float],
     *shapes: Sequence[int],
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> Sequence[Tensor]:
-    """Add a node to the graph that is traced, and return its outputs of these shapes, in float32."""
+    """Add a node to the graph that is traced, and return its outputs of these shapes and dtypes (None: float32)."""
+    dtypes = [torch.float32] * len(shapes) if dtypes is None else dtypes
     return torch.onnx.ops.symbolic_multi_out(
-        f"{DOMAIN}::{name}", inputs, dict(attributes), dtypes=[torch.float32] * len(shapes), shapes=shapes
+        f"{DOMAIN}::{name}", inputs, dict(attributes), dtypes=dtypes, shapes=shapes
     )
