@@ -164,7 +164,11 @@ def evenly_spread(rows: Sequence[T], count: int) -> list[T]:
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
     """Return the token ids of a text; a ValueError if the tokenizer cannot read it."""
-    return tokenize(tokenizer, [[text]], add_special_tokens=add_special_tokens)["input_ids"][0]
+    try:
+        # `verbose=False`: that a text is longer than the model's limit is why it is cut afterwards.
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    except Exception as error:
+        raise _unreadable([text], error) from error
 
 
 def tokenize(
@@ -175,18 +179,20 @@ def tokenize(
     A ValueError shows the first text that the tokenizer cannot read, and its number if those of the `rows` are given.
     """
     try:
-        # `verbose=False`: that a text is longer than the model's limit is why it is cut afterwards.
         encoded = tokenizer(*columns, return_attention_mask=False, verbose=False, **options)
     except Exception as error:
         if len(columns[0]) > 1:  # find the text
             for index in range(len(columns[0])):
                 one = slice(index, index + 1)
                 tokenize(tokenizer, [column[one] for column in columns], rows[one], **options)
-        texts = ", ".join(shortened(column[0]) for column in columns)
         where = f" in row {rows[0]}" if rows else ""
-        remedy = "Give a text that the model was made for, or repair its tokenizer.json."
-        raise ValueError(f"The tokenizer cannot read {texts}{where} ({error}). {remedy}") from error
+        raise _unreadable([column[0] for column in columns], error, where) from error
     return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+
+
+def _unreadable(texts: Sequence[str], error: Exception, where: str = "") -> ValueError:
+    remedy = "Give a text that the model was made for, or repair its tokenizer.json."
+    return ValueError(f"The tokenizer cannot read {', '.join(map(shortened, texts))}{where} ({error}). {remedy}")
 
 
 def special_tokens(tokenizer: Any, documents: Iterable[str]) -> tuple[list[int], list[int]]:
