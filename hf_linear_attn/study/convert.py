@@ -17,7 +17,6 @@ from ..data.text import standard_library_documents, text_rows
 from ..integration.ablation import without_attention
 from ..integration.context import is_learned, is_patched, saved_tensors
 from ..integration.discovery import longest_input
-from ..measure.embedding import EmbeddingCosine
 from ..measure.metric import Score
 from ..measure.speed import possible_lengths
 from ..patching import patch_report
@@ -170,6 +169,7 @@ def prepare_student(
     """
     config = run.config
     teacher = load_teacher(run)
+    run.use_metric(teacher.to(run.process.device))
     run.measure("teacher", teacher)
     if run.kind.is_language_model:
         run.measure("without_attention", without_attention(teacher))
@@ -237,7 +237,7 @@ def _save(run: TrainingRun, model: PreTrainedModel, result: ConversionResult) ->
 
 
 def load_teacher(run: TrainingRun) -> PreTrainedModel:
-    """Load the exact model that is converted, fine-tuned first if the config says so, and make the metric of the run.
+    """Load the exact model that is converted, fine-tuned first if the config says so.
 
     A mechanism that does not fit the model is an error before any training.
     """
@@ -258,11 +258,6 @@ def load_teacher(run: TrainingRun) -> PreTrainedModel:
             raise models.missing_head(config, f"{new_parameters[0]} is missing")
         else:
             run.identify_model(models.weights_fingerprint(model))
-    run.use_metric(model.to(run.process.device))
-    if run.budget is not None and run.budget.unit is not None:
-        run.budget.unit.check_score(run.budget.text, run.metric.score)
-    if isinstance(run.metric, EmbeddingCosine):
-        run.label_with_embeddings(run.metric.expected)
     return model
 
 

@@ -21,6 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..checkpoints import copy_companions
 from ..data.encoding import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
+from ..measure.embedding import EmbeddingCosine
 from ..measure.metric import Metric
 from ..measure.recall import RecallMetric
 from ..measure.speed import measure_passes
@@ -135,10 +136,17 @@ class TrainingRun(RunFolder):
         return models.load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
 
     def use_metric(self, exact: PreTrainedModel) -> None:
-        """Make the metric of the run, which compares embeddings with those of the exact model."""
-        self.metric = self.kind.metric(self.data, exact)
+        """Make the metric of the run, once. It compares embeddings with those of the exact model, which become labels.
 
-    def label_with_embeddings(self, expected: Tensor) -> None:
+        A ValueError if the budget is in points of a metric of which less is better.
+        """
+        self.metric = self.kind.metric(self.data, exact)
+        if self.budget is not None and self.budget.unit is not None:
+            self.budget.unit.check_score(self.budget.text, self.metric.score)
+        if isinstance(self.metric, EmbeddingCosine):
+            self._label_with_embeddings(self.metric.expected)
+
+    def _label_with_embeddings(self, expected: Tensor) -> None:
         """Give the held-out rows the embeddings of the exact model as labels, by which the best step is chosen."""
         data = self.data
         train = data.train.add_column("labels", [0.0] * len(data.train))  # at each step the teacher's, instead

@@ -96,6 +96,17 @@ def test_inputs_that_a_window_holds_say_nothing_of_linear_attention(folder: Path
         convert(config_of(folder, tmp_path / "other", data__dataset=str(tmp_path / "words.txt")), console=quiet())
 
 
+def test_a_teacher_that_is_loaded_again_adds_no_labels_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where distillation has sharded it, and a complete one is timed."""
+    monkeypatch.setattr("hf_linear_attn.study.convert.is_sharded", lambda model: True)
+    changes = {"transfer__max_steps": 0, "distill__max_steps": 1, "speed__lengths": [16]}
+    result = convert(config_of(folder, tmp_path / "out", **changes), console=quiet())
+    assert result.speed is not None
+    assert result.speed.lengths == [16]
+
+
 def test_cosines_are_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = torch.rand(4096, 5, generator=torch.Generator().manual_seed(0))
     cosines = torch.nn.functional.cosine_similarity(vectors, vectors, dim=-1)
