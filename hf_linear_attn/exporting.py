@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -133,9 +133,12 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
         nodes.enter_context(placing_nodes())
         nodes.enter_context(tracing_once(model))
     if model.can_generate():
-        config = {name: settings(dynamic_shapes=shapes) for name, shapes in _free_sizes(model, inputs, limit).items()}
+        config = settings(dynamic=True)
         if format == "openvino":  # the states are outputs of the first graph, and variables of the second
-            config["prefill"] = replace(config["prefill"], stateful=False)
+            config = {"prefill": settings(dynamic=True, stateful=False), "decode": config}
+        if format == "onnx":
+            free = _free_sizes(model, inputs, limit)
+            config = {name: settings(dynamic_shapes=shapes) for name, shapes in free.items()}
         try:
             with nodes:
                 exported = simplified(exporter.export_for_generation(model, inputs, config))
