@@ -70,6 +70,8 @@ MEASURED_BY = {
     "decoding": ("decoding_contexts",),
 }
 MEASUREMENTS = tuple(name for name in MEASURED_BY if name != "heads")
+#: What says nothing of a variant: times are relative to the exact model, and a pass over a whole text stores nothing.
+UNMEASURED = {(EXACT, "decoding"), (INT8, "perplexity")}
 #: Parts of a text whose losses are told apart.
 POSITIONS = 8
 #: The part outside of windows and sinks switched off.
@@ -235,9 +237,8 @@ class Variants:
     def measure_all(self, variant: str) -> None:
         """Train a variant, unless that is done, and make its measurements."""
         model = cache(lambda: self.exact if variant == EXACT else self.train(variant))
-        for name in MEASUREMENTS:
-            if (variant, name) != (EXACT, "decoding"):
-                self.measure(variant, name, lambda name=name: getattr(self, name)(model()))
+        for name in measurements_of(variant):
+            self.measure(variant, name, lambda name=name: getattr(self, name)(model()))
 
     def perplexity(self, model: PreTrainedModel) -> list[dict[str, Any]]:
         rows = []
@@ -268,9 +269,10 @@ class Variants:
         """Write `report.md` and `results.json` from the measurements that the folder has so far."""
         measured: dict[str, Any] = {}
         for name in (EXACT, *VARIANTS):
-            records = {one: self.study.records.latest(self.conditions(name, one)) for one in MEASUREMENTS}
-            known = {name: record.numbers[name] for name, record in records.items() if record is not None}
-            measured |= {name: known} if "perplexity" in known else {}  # others were measured with other options
+            names = measurements_of(name)
+            records = [self.study.records.latest(self.conditions(name, one)) for one in names]
+            known = {one: record.numbers[one] for one, record in zip(names, records, strict=True) if record is not None}
+            measured |= {name: known} if len(known) == len(names) else {}  # others were measured with other options
         runs = {name: self.folder / name / "results.json" for name in measured}
         stages = {name: json.loads(path.read_bytes())["scores"] for name, path in runs.items() if path.exists()}
         facts = {"config": public_options(self.config), "heads": self.heads, "stages": stages}
@@ -284,12 +286,17 @@ class Variants:
         atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
 
 
+def measurements_of(variant: str) -> list[str]:
+    """Return the measurements of a variant."""
+    return [name for name in MEASUREMENTS if (variant, name) not in UNMEASURED]
+
+
 def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
     """A row for each variant: perplexity and recall by length, and what a new token costs after each context."""
     rows = []
     for name, one in measured.items():
         row: dict[str, Any] = {"variant": name}
-        for result in one["perplexity"]:
+        for result in one.get("perplexity", ()):
             row[f"perplexity, {result['context']:,}"] = f"{result['perplexity']:.2f}"
         recall = Recall(pd.DataFrame(one.get("recall", ()), columns=["length", "score"])).summary(["length"])
         for length, part in recall.iterrows():
