@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.config import DataConfig
+from ..data.text import evenly_spread
 from ..measure.fidelity import FidelityMetric
 from ..measure.metric import Metric
 from ..mechanisms.softmax import EXACT
@@ -46,7 +47,7 @@ from .variants import Variant, check_fits, timed_variants, variants_of
 Examples = Callable[[EvaluatedModel, Mapping[str, Callable[[], PreTrainedModel]]], Mapping[str, Any]]
 """Data frames by title, from the exact model and loaders of linear ones by their label."""
 
-#: Batches that the fidelity is measured on.
+#: Batches that the fidelity is measured on, evenly spread: rows are sorted, and a window attends to short ones exactly.
 FIDELITY_BATCHES = 4
 
 
@@ -208,7 +209,7 @@ def measure_quality(
     fidelity: dict[str, Metric] = {}
     if not evaluated.kind.is_encoder_decoder:
         batches = held_out_batches(evaluated.data)
-        fidelity["fidelity"] = FidelityMetric(batches[:FIDELITY_BATCHES])
+        fidelity["fidelity"] = FidelityMetric(evenly_spread(batches, FIDELITY_BATCHES))
     measured: list[list[Measured]] = []
     linear: dict[str, Callable[[], PreTrainedModel]] = {}
     for variants in variants_by_row:

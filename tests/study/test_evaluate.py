@@ -16,6 +16,7 @@ from hf_linear_attn import Evaluation, evaluate
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.study.checkpoint_groups import CheckpointGroup
+from hf_linear_attn.study.evaluate import measure_quality
 from hf_linear_attn.study.evaluated_model import load_evaluated_model
 from hf_linear_attn.study.kinds import held_out_batches
 from hf_linear_attn.study.models import weights_fingerprint
@@ -23,7 +24,7 @@ from hf_linear_attn.study.options import EvaluateConfig, SpeedConfig, with_optio
 from hf_linear_attn.study.study import RECORDS_FILE, Records, open_study
 from hf_linear_attn.study.variants import MechanismStages, timed_variants
 from tests.tiny_models import GPT2, tiny_model
-from tests.tiny_text import sample_text, tiny_tokenizer
+from tests.tiny_text import TOKENS, sample_text, tiny_tokenizer
 
 from .runs import SMALL, run, save_folder
 
@@ -114,6 +115,20 @@ def test_fidelity_is_that_of_a_fresh_measurement(folder: Path, decoder: tuple[Ev
     fidelity = measure_fidelity(hla.patch_model(evaluated.model, "elu"), held_out_batches(evaluated.data)[:4])
     (measured,) = decoder[0].select("fidelity", "elu")
     assert measured["output_error"] == pytest.approx(fidelity.output_error, rel=1e-4)
+
+
+def test_fidelity_is_measured_on_rows_of_all_lengths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out rows are sorted: the first batches are of the shortest ones, which a window attends to exactly."""
+    monkeypatch.setattr("hf_linear_attn.measure.metric.BATCH_TOKENS", 48)
+    documents = [" ".join(TOKENS[:count]) for count in range(2, 30)]
+    config = EvaluateConfig(data=DataConfig(max_length=32, validation_size=0.5))
+    evaluated = load_evaluated_model(str(folder / "bert"), config, documents=documents)
+    with open_study(None, "test", {}) as study:
+        stages = MechanismStages(evaluated, study, "elu", 0, 0)
+        (measured,), _ = measure_quality(study, evaluated, [stages.variants(is_first=True)])
+    (fidelity,) = [one.values["tokens"] for one in measured if one.measurement == "fidelity"]
+    tokens = [int(batch["attention_mask"].sum()) for batch in held_out_batches(evaluated.data)]
+    assert fidelity == sum(tokens[index * len(tokens) // 4] for index in range(4)) != sum(tokens[:4])
 
 
 @pytest.mark.slow
