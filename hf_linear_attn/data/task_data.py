@@ -5,8 +5,11 @@ On its way through `convert` and `evaluate` a text has five shapes:
 1. what a person brings: a file, a folder, a name on the Hub, or documents in memory (`DataConfig`);
 2. columns of text and labels by splits (`files.Source`);
 3. rows of token ids, to train on and held out (`TaskData`);
-4. batches of tensors (`utils.models.Batch`), which the collator of the task makes of rows;
-5. the numbers of a metric (`measure.metric.Metric`).
+4. batches of tensors (`utils.models.Batch`), which the collator of the task makes of rows: of those to train on by a
+   loader of the Trainer or of the attention transfer, of the first ones, for a calibration or a choice, by
+   `TaskData.leading_batches`, and of held-out ones by `measure.metric.in_batches`. A model takes of a batch what its
+   forward pass has arguments for (`utils.models.model_inputs`);
+5. the numbers of a metric (`measure.metric.Numbers`), which a study stores, and a card or a report shows.
 """
 
 from __future__ import annotations
@@ -133,8 +136,13 @@ class TaskData:
         return rows.select([row for row, tokens in enumerate(lengths) if tokens > length])
 
     def leading_batches(self, rows: Iterable[Any], tokens: int) -> list[Batch]:
-        """Return the first of some rows, each as a batch, until they have so many tokens together."""
-        return leading_batches((self.collator([row]) for row in rows), tokens)
+        """Return the first of some rows, each as a batch, until they have so many tokens together.
+
+        What the collator draws at random, as the masked tokens of `masked-lm`, it always draws from the same seed.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return leading_batches((self.collator([row]) for row in rows), tokens)
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Return the arguments of a Trainer that evaluates on this data."""
@@ -369,10 +377,11 @@ def load_columns(data: DataConfig, columns: Sequence[str], documents: Sequence[s
 
 
 def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
-    """Return a data set with a share of `train`, at least two rows, as the split `validation`, unless it has one.
+    """Return a data set with a share of `train` as the split `validation`, unless it has one.
 
-    Of less than ten documents the end is held out: they are running text. The rows depend on nothing but their number:
-    what one command trains on, no other one measures on. A ValueError if no row would be left to train on.
+    It is at least two rows; of less than ten documents, which are running text, the end with that share of the
+    characters, perhaps a single row. The rows depend on nothing but their number: what one command trains on, no other
+    one measures on. A ValueError if no row would be left to train on.
     """
     train = splits["train"]
     if len(splits) > 1:

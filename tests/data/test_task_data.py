@@ -58,6 +58,20 @@ def test_at_least_one_token_is_masked():
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
 
 
+def test_leading_batches_mask_the_same_tokens_whatever_was_drawn_before():
+    data = replace(task_data("masked-lm"), collator=MaskingCollator(tokenizer(), mlm_probability=0.5))
+    rows = [{"input_ids": [*range(5, 45)]} for _ in range(3)]
+    batches = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        batches.append(data.leading_batches(rows, tokens=80))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert len(batches[0]) == 2
+    for first, second in zip(*batches, strict=True):
+        assert torch.equal(first["labels"], second["labels"])
+
+
 def test_a_batch_without_ordinary_tokens_is_an_error():
     tok = tokenizer()
     with pytest.raises(ValueError, match="nothing to mask"):
