@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..data.labels import Labels
 from ..data.metrics import METRICS, compute_metrics, constant_answer_score, higher_is_better
 from ..utils.models import Batch, evaluation_mode, model_inputs
-from .metric import Metric, Score
+from .metric import Metric, Numbers, Score
 
 #: Metrics that are correlations; the Matthews coefficient is the one of two classes.
 CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
@@ -42,7 +42,7 @@ class Classification(Metric):
         better = higher_is_better(metric)
         self.score = Score("task", name, name, greater_is_better=better, constant_answer=constant)
 
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+    def __call__(self, model: PreTrainedModel) -> Numbers:
         """Measure a classifier."""
         values: dict[str, Any] = {}
         rows = longest = 0

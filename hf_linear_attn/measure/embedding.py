@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..data.metrics import compute_metrics
 from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
 from .classification import standard_error
-from .metric import Metric, Score
+from .metric import Metric, Numbers, Score
 
 
 class EmbeddingCosine(Metric):
@@ -29,7 +29,7 @@ class EmbeddingCosine(Metric):
         title = "cosine to exact embeddings"
         self.score = Score("sentence_embeddings", "cosine", title, digits=4, is_agreement=True)
 
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+    def __call__(self, model: PreTrainedModel) -> Numbers:
         """Measure an encoder."""
         embeddings = sentence_embeddings(model, self.batches)
         cosines = cosine_similarity(self.expected, embeddings, dim=-1).clamp(max=1.0)  # rounded, it may be more
@@ -54,7 +54,7 @@ class SentencePairs(Metric):
         self.batches, self.similarities = batches, [*similarities]
         self.score = Score("sts", "spearmanr", "STS-B Spearman")
 
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+    def __call__(self, model: PreTrainedModel) -> Numbers:
         """Measure an encoder."""
         first, second = sentence_embeddings(model, self.batches).chunk(2)
         cosines = cosine_similarity(first, second, dim=-1).double().numpy()

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
-from typing import Any
 
 import pandas as pd
 import torch
@@ -17,7 +16,7 @@ from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..patching import patch_report
 from ..utils.models import Batch, evaluation_mode, model_inputs
-from .metric import Metric, Score
+from .metric import Metric, Numbers, Score
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class FidelityMetric(Metric):
         self.batches = batches
         self.score = Score("fidelity", "output_error", "output error", greater_is_better=False, digits=2)
 
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+    def __call__(self, model: PreTrainedModel) -> Numbers:
         """Measure a patched model."""
         fidelity = measure_fidelity(model, self.batches)
         return {

@@ -15,6 +15,10 @@ from ..utils.models import Batch
 BATCH_TOKENS = 4096
 
 
+Numbers = Mapping[str, Any]
+"""What a metric says of a model: numbers by their names. `NAME_stderr` is the standard error of the number `NAME`."""
+
+
 @dataclass(frozen=True)
 class Score:
     """The number of a metric that stands for the quality of a model."""
@@ -38,16 +42,16 @@ def is_shown(name: str) -> bool:
 
 
 class Metric(ABC):
-    """A callable `metric(model) -> dict` that measures a model on rows which the metric holds.
+    """A callable `metric(model) -> Numbers` that measures a model on rows which the metric holds.
 
-    The numbers have names; `NAME_stderr` is the standard error of the number `NAME`. `score` says which of them stands
-    for the quality of the model. The model is measured in its own precision, in evaluation mode, and stays as it is.
+    `score` says which of the numbers stands for the quality of the model. The model is measured in its own precision,
+    in evaluation mode, and stays as it is.
     """
 
     score: Score
 
     @abstractmethod
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+    def __call__(self, model: PreTrainedModel) -> Numbers:
         """Measure a model."""
 
 

@@ -27,7 +27,7 @@ from ..integration.packing import restarting_mixer
 from ..utils.models import evaluation_mode
 from ..utils.options import check_argument
 from .embedding import sentence_embeddings
-from .metric import Metric, Score
+from .metric import Metric, Numbers, Score
 
 #: The task of encoders: which of many documents has a sentence.
 RETRIEVAL = "retrieval"
@@ -293,7 +293,7 @@ class RecallMetric(Metric):
                 added = max(added, prompt.new_tokens)
         check_positions(model, max(self.lengths) + added)
 
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+    def __call__(self, model: PreTrainedModel) -> Numbers:
         """Measure a decoder or an encoder, as `measure_recall`."""
         options: dict[str, Any] = {"tasks": self.tasks, "lengths": self.lengths, "trials": self.trials}
         recall = measure_recall(model, self.tokenizer, **options, seed=self.seed)

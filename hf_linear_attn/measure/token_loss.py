@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from ..data.metrics import loss_with_error, perplexity
 from ..data.task_data import IGNORED
 from ..utils.models import Batch, evaluation_mode, model_inputs
-from .metric import Metric, Score, in_batches
+from .metric import Metric, Numbers, Score, in_batches
 
 
 class TokenLoss(Metric):
@@ -32,7 +31,7 @@ class TokenLoss(Metric):
         self.score = Score("language_model", "perplexity", "perplexity", greater_is_better=False, digits=2)
 
     @torch.no_grad()
-    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+    def __call__(self, model: PreTrainedModel) -> Numbers:
         """Measure a model. A ValueError if there is no token to predict."""
         with evaluation_mode(model):
             losses, counted = zip(*self._rows(model), strict=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..measure.metric import Score
+from ..measure.metric import Numbers, Score
 from ..utils.environment import json_safe
 from ..utils.files import write_json
 
@@ -16,22 +16,22 @@ from ..utils.files import write_json
 FORMAT_VERSION = 3
 
 Values = Mapping[str, Any]
-"""What a metric says of a model (see `measure.metric.Metric`), or what a training did."""
+"""Other values by their names, as JSON holds them: options, what a training did, times."""
 
 
 @dataclass(frozen=True)
 class Scores:
     """What the metric says of each model of a run; None where it was not measured."""
 
-    without_attention: Values | None = None  # the teacher, with its attention switched off
-    teacher: Values | None = None  # the exact model
-    control: Values | None = None  # the exact model, trained as long
-    patched: Values | None = None  # linear and calibrated, nothing trained
-    transferred: Values | None = None  # after attention transfer
-    closed: Values | None = None  # with harmful linear parts closed
-    distilled: Values | None = None  # after distillation
-    converted: Values | None = None  # as saved, without what harmed
-    trained: Values | None = None  # after fine-tuning
+    without_attention: Numbers | None = None  # the teacher, with its attention switched off
+    teacher: Numbers | None = None  # the exact model
+    control: Numbers | None = None  # the exact model, trained as long
+    patched: Numbers | None = None  # linear and calibrated, nothing trained
+    transferred: Numbers | None = None  # after attention transfer
+    closed: Numbers | None = None  # with harmful linear parts closed
+    distilled: Numbers | None = None  # after distillation
+    converted: Numbers | None = None  # as saved, without what harmed
+    trained: Numbers | None = None  # after fine-tuning
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class RecallPair:
 
     task: str
     length: int
-    teacher: Values
-    student: Values
+    teacher: Numbers
+    student: Numbers
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class ConversionResult:
     created: str = ""  # UTC
 
     @property
-    def final(self) -> Values:
+    def final(self) -> Numbers:
         """What the metric says of the model as saved."""
         scores = self.scores
         return scores.converted or scores.trained or {}
 
     @property
-    def reference(self) -> Values:
+    def reference(self) -> Numbers:
         """What it says of the exact model that the one as saved is compared with: the control, or else the teacher."""
         return self.scores.control or self.scores.teacher or {}
 

@@ -121,7 +121,7 @@ class RunFolder:
     first one writes it. Progress is reported on the console, by default stderr.
 
     `state` has the result of each finished stage by its name: what the metric says of a model, under the names of
-    `result.Scores` or that of a choice (`20% exact heads`), what a training did, and facts (`processes`, see
+    `conversion_result.Scores` or that of a choice (`20% exact heads`), what a training did, and facts (`processes`, see
     `IDENTITY`, `exact_heads`, `linear parts`, `recall, …`, `speed`). `record` stores one; `once` and `learned` do what
     is not stored yet, and store it.
 

@@ -40,7 +40,7 @@ RECORDS_FILE, LEARNED_FOLDER = "records.jsonl", "learned"
 #: A folder with one of these holds a study.
 RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
-Measured = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+MeasuredValues = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """What a measurement returns: a mapping metric -> value, or rows with `metric`, `value` and perhaps other columns."""
 
 
@@ -145,7 +145,9 @@ class Records:
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
         self._run = Run(name, utc_now(), tool, json_safe(settings), json_safe(environment))
 
-    def add(self, conditions: Conditions, values: Measured, *, label: str = "", seconds: float | None = None) -> Record:
+    def add(
+        self, conditions: Conditions, values: MeasuredValues, *, label: str = "", seconds: float | None = None
+    ) -> Record:
         """Write a measurement to the file.
 
         Raises:
@@ -211,7 +213,7 @@ class Study:
     writes: bool = True  # whether trained parameters are stored: by the first of several processes only
     _learned: dict[str, Learned] = field(default_factory=dict, repr=False)
 
-    def measure(self, conditions: Conditions, function: Callable[[], Measured], *, label: str = "") -> Record:
+    def measure(self, conditions: Conditions, function: Callable[[], MeasuredValues], *, label: str = "") -> Record:
         """Return the record of the conditions: the known one, or that of the values which `function` returns.
 
         The label is the row of a table that the record belongs to.
@@ -224,7 +226,7 @@ class Study:
         return self.records.add(conditions, values, label=label, seconds=time.perf_counter() - start)
 
     def learned(
-        self, conditions: Conditions, train: Callable[[], tuple[Measured, Learned]], *, label: str = ""
+        self, conditions: Conditions, train: Callable[[], tuple[MeasuredValues, Learned]], *, label: str = ""
     ) -> Learned:
         """Return the trained parameters of the conditions: the stored ones, or else those that `train` returns.
 

@@ -13,7 +13,7 @@ from ..checkpoints import load_checkpoint
 from ..integration.ablation import without_attention
 from ..integration.context import is_learned, saved_tensors
 from ..integration.discovery import longest_input
-from ..measure.metric import Metric
+from ..measure.metric import Metric, Numbers
 from ..measure.speed import timing_options
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model
@@ -70,7 +70,7 @@ class Variant:
         self, study: Study, evaluated: EvaluatedModel, metrics: Mapping[str, Metric], status: str
     ) -> dict[str, Record]:
         """Measure what the study does not know yet; return the records by measurement."""
-        load, records = cache(self.load), {}  # in memory while it is measured, and no longer
+        load, records = cache(self.load), {}  # once for all metrics; a checkpoint is in memory no longer than this
         for name, metric in metrics.items():
             study.progress.status(f"{status}: {name.replace('_', ' ')}")
             conditions = self.of(evaluated.conditions(name, settings=evaluated.metric_settings(name)))
@@ -78,7 +78,7 @@ class Variant:
         return records
 
 
-def _measured(metric: Metric, load: Callable[[], PreTrainedModel]) -> dict[str, Any]:
+def _measured(metric: Metric, load: Callable[[], PreTrainedModel]) -> Numbers:
     return metric(load())
 
 

@@ -109,7 +109,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
 
     Args:
         model: A patched model.
-        batches: What the tokenizer returns, as dicts of tensors `[B, L]`.
+        batches: What the model is called with, as a tokenizer or a collator makes it: dicts of tensors `[B, L]`.
         max_length: The longest input to come, in tokens. Default: the model's limit, at most `CALIBRATION_LENGTH`, or
             the longest row where the model states none.
 
@@ -123,18 +123,18 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
     """
     check_patched(model)
     refuse_single_batch(batches)
-    rows = list(batches)
-    if not rows:
+    every = list(batches)
+    if not every:
         raise ValueError("There are no batches to calibrate on.")
-    for row in rows:
-        if not isinstance(row, Mapping) or not isinstance(row.get("input_ids", torch.empty(0)), Tensor):
+    for batch in every:
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids", torch.empty(0)), Tensor):
             raise ValueError(
-                f"batches has a {type(row).__name__}. Pass dicts of tensors, as the tokenizer returns them: "
+                f"batches has a {type(batch).__name__}. Pass dicts of tensors, as the tokenizer returns them: "
                 '[tokenizer(texts, padding=True, return_tensors="pt")].'
             )
     if max_length is not None:
         check_max_length(max_length)
-    result, could_fit = _fit(model, rows, max_length)
+    result, could_fit = _fit(model, every, max_length)
     if could_fit and not len(result.table):
         exact = max(module.linear_attention.exact_length or 0 for module in patched_modules(model).values())
         raise ValueError(
@@ -145,12 +145,12 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Batch], *, max_length: i
 
 
 @torch.no_grad()
-def calibrate_rows(model: PreTrainedModel, batches: list[Batch]) -> Calibration:
+def calibrate_batches(model: PreTrainedModel, batches: list[Batch]) -> Calibration:
     """Fit the start of each patched layer as `calibrate` does; rows that are too short for that change nothing."""
     return _fit(model, batches, None)[0]
 
 
-def _fit(model: PreTrainedModel, rows: list[Batch], max_length: int | None) -> tuple[Calibration, bool]:
+def _fit(model: PreTrainedModel, batches: list[Batch], max_length: int | None) -> tuple[Calibration, bool]:
     """Return what `calibrate` does, and whether any layer has a part that longer rows could have been fitted to."""
     modules = patched_modules(model)
     layers = {id(module): _Layer(index, module.linear_attention) for index, module in modules.items()}
@@ -158,16 +158,16 @@ def _fit(model: PreTrainedModel, rows: list[Batch], max_length: int | None) -> t
     mixed = {key: layer for key, layer in layers.items() if layer.has_mix}
     needs_head = model.config.is_encoder_decoder or is_sharded(model)
     backbone = model if needs_head else model.base_model  # the head and its logits are of no use here
-    moved = rows
-    if fitted and _can_be_moved(model, rows):
-        longest = longest_input(model) or max(batch["input_ids"].shape[1] for batch in rows)
+    moved = batches
+    if fitted and _can_be_moved(model, batches):
+        longest = longest_input(model) or max(batch["input_ids"].shape[1] for batch in batches)
         max_length = max_length or min(longest, CALIBRATION_LENGTH)
-        moved = _spread_positions(rows, max_length)
+        moved = _spread_positions(batches, max_length)
         damp = partial(_Layer.damp_rotation, model=model, max_length=max_length)
-        _observe(backbone, _same_tokens_later(rows[0]), fitted, _Layer.collect_rotated, damp)
+        _observe(backbone, _same_tokens_later(batches[0]), fitted, _Layer.collect_rotated, damp)
     _observe(backbone, moved, fitted, _Layer.collect_keys, _Layer.fit_keys)
     _observe(backbone, moved, fitted, _Layer.count_codes, _Layer.weigh_codes)
-    _observe(backbone, rows, mixed, _Layer.count_outside, _Layer.mix)
+    _observe(backbone, batches, mixed, _Layer.count_outside, _Layer.mix)
     table = list(chain.from_iterable(layer.rows() for layer in layers.values()))
     if torch.distributed.is_initialized():
         for layer in layers.values():
@@ -189,7 +189,7 @@ def calibrate_untrained(model: PreTrainedModel, batches: Iterable[Batch]) -> Non
         shared = [[{name: tensor.cpu() for name, tensor in batch.items()} for batch in chosen]]
         torch.distributed.broadcast_object_list(shared, 0)
         chosen = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in shared[0]]
-    calibrate_rows(model, chosen)
+    calibrate_batches(model, chosen)
 
 
 def _can_be_moved(model: PreTrainedModel, batches: list[Batch]) -> bool:

@@ -28,7 +28,7 @@ from ..patching import patch_model
 from ..registry import ATTENTIONS, seed_options
 from ..utils.models import Batch, frozen, leading_batches, model_inputs, shared_copy
 from ..utils.options import check_argument
-from .calibration import CALIBRATION_TOKENS, calibrate_rows
+from .calibration import CALIBRATION_TOKENS, calibrate_batches
 from .losses import exact_outputs, model_losses
 from .transfer import exact_length, longest_row
 
@@ -242,7 +242,7 @@ def find_exact_heads(
         reason = f"All rows have at most {limit} tokens, which the mechanism attends to exactly: gains say nothing."
         warnings.warn(f"{reason} Pass longer rows, or narrow what is exact.", stacklevel=2)
     else:
-        calibrate_rows(gated, leading_batches(batches, CALIBRATION_TOKENS))
+        calibrate_batches(gated, leading_batches(batches, CALIBRATION_TOKENS))
     heads = GatedHeads(gated)
     heads.gates = {
         layer: torch.tensor([float(head in chosen.get(layer, ())) for head in range(count)], requires_grad=True)

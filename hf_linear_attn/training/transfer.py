@@ -133,9 +133,10 @@ def transfer_attention(
 
     Args:
         model: A patched model. Its learned parts are trained in float32. If it has none, there are no steps.
-        batches: What the tokenizer returns, as dicts of tensors `[B, L]`; repeated as often as needed. Those without
-            an input beyond what the mechanism attends to exactly are left out; without any other there are no steps,
-            and a warning. A loader that has a `set_epoch`, or whose sampler or collator has one, is told the epoch.
+        batches: What the model is called with, as a tokenizer or a collator makes it: dicts of tensors `[B, L]`;
+            repeated as often as needed. Those without an input beyond what the mechanism attends to exactly are left
+            out; without any other there are no steps, and a warning. A loader that has a `set_epoch`, or whose sampler
+            or collator has one, is told the epoch.
         max_steps: Optimizer steps of AdamW without decay. The learning rate rises for a tenth of them, and then falls
             as a cosine to a tenth of its peak.
         learning_rate: Its peak; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).

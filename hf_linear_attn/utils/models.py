@@ -18,7 +18,8 @@ BOUNDARY_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_len
 TOKENS_OF_OTHERS = 256
 
 Batch = Mapping[str, Any]
-"""What the tokenizer returns: tensors `[B, L]` by their names."""
+"""What a model is called with: tensors by their names, `input_ids` `[B, L]`, perhaps `labels`. A tokenizer or a
+collator makes it."""
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
