@@ -1,9 +1,13 @@
 """Options of several commands: the data that they read (`--data.task`, …), the lengths that they time, budgets."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..utils.options import OptionError, check_exclusive, check_options, option
-from .files import Documents, Quoting
+from .files import DocumentSplit, Quoting
+
+TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding", "seq2seq-lm"]
+"""What a model is for, which decides its class, its rows and its metric."""
 
 #: What a budget may be, in the help of `plan` and `convert`.
 BUDGETS = (
@@ -31,7 +35,7 @@ class DataConfig:
     revision: str | None = option(None, "branch, tag or commit of a data set of the Hub")
     text_columns: tuple[str, ...] = option(("text",), "text column of your own data, or two for pairs")
     label_column: tuple[str, ...] = option(("label",), "label column of your own data, or columns of 0 and 1")
-    documents: Documents = option(
+    documents: DocumentSplit = option(
         "auto",
         "of a text file: auto (parts between <|endoftext|>, or all of it), paragraphs, lines",
     )

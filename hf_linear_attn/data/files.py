@@ -34,7 +34,7 @@ JSON_CHUNK = 2**30
 #: Marks the end of a document in many text files for language models.
 END_OF_TEXT = "<|endoftext|>"
 
-Documents = Literal["auto", "paragraphs", "lines"]
+DocumentSplit = Literal["auto", "paragraphs", "lines"]
 """What is a document of a text file. See `split_documents`."""
 
 Quoting = Literal["auto", "minimal", "none"]
@@ -112,7 +112,7 @@ def load_source(
     *,
     config: str | None = None,
     revision: str | None = None,
-    documents: Documents = "auto",
+    split_by: DocumentSplit = "auto",
     quoting: Quoting = "auto",
 ) -> Source:
     """Load the splits of a data set that are trained on and held out: `train`, and those whose names begin with
@@ -124,7 +124,7 @@ def load_source(
             folder, a data set of the Hub. All cells of csv and tsv files are text. Text files have one column, `text`,
             with a document a row.
         config, revision: Of a data set of the Hub.
-        documents: What the documents of a text file are (see `split_documents`).
+        split_by: What the documents of a text file are (see `split_documents`).
         quoting: What quotation marks are in csv and tsv files.
 
     Raises:
@@ -140,7 +140,7 @@ def load_source(
             splits = _load_saved(path)
         else:
             files |= _files_by_split(path) if path.is_dir() else {"train": path}
-            splits = {name: read_file(file, notes, documents, quoting) for name, file in files.items()}
+            splits = {name: read_file(file, notes, split_by, quoting) for name, file in files.items()}
     elif is_path(source) or is_table(source):
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
@@ -207,7 +207,7 @@ def _files_by_split(folder: Path) -> dict[str, Path]:
 def read_file(
     path: Path,
     notes: list[str],
-    documents: Documents = "auto",
+    split_by: DocumentSplit = "auto",
     quoting: Quoting = "auto",
     names: Sequence[str] = (),
     separator: str | None = None,
@@ -222,7 +222,7 @@ def read_file(
     if suffix not in TABLE_FORMATS and near:
         raise ValueError(f"The format of {str(path)!r} is unknown.{near} Tables are {', '.join(TABLE_FORMATS)}.")
     if suffix not in TABLE_FORMATS:
-        return import_datasets().Dataset.from_dict({"text": text_documents(path, documents)})
+        return import_datasets().Dataset.from_dict({"text": text_documents(path, split_by)})
     options: dict[str, Any] = {}
     if suffix in ("csv", "tsv"):
         separator = separator or {"csv": ",", "tsv": "\t"}[suffix]
@@ -316,29 +316,29 @@ def _is_regular(text: str) -> bool:
     return len({line.count("\t") for line in text.split("\n") if line.strip("\r")}) < 2
 
 
-def text_documents(path: Path, documents: Documents = "auto") -> list[str]:
+def text_documents(path: Path, split_by: DocumentSplit = "auto") -> list[str]:
     """Return the documents of a UTF-8 text file (see `split_documents`). Raises as `load_source`."""
-    parts = split_documents("".join(_lines(path, newline=None)), uncompressed_name(path), documents)
+    parts = split_documents("".join(_lines(path, newline=None)), uncompressed_name(path), split_by)
     if not parts:
         raise ValueError(f"{str(path)!r} has no rows.")
     return parts
 
 
-def split_documents(text: str, name: str, documents: Documents = "auto") -> list[str]:
+def split_documents(text: str, name: str, split_by: DocumentSplit = "auto") -> list[str]:
     """Return the documents of a text, without repetitions.
 
     Args:
         text: A text.
         name: The name of its file.
-        documents: `"lines"`: each line is a document. `"paragraphs"`: blank lines separate documents. `"auto"`: the
+        split_by: `"lines"`: each line is a document. `"paragraphs"`: blank lines separate documents. `"auto"`: the
             articles of a WikiText file, the lines of a SMILES file (`.smi`), the parts between `<|endoftext|>` if it
             occurs, and otherwise the whole text as one document.
     """
-    if documents == "auto" and name.startswith("wiki.") and name.endswith((".tokens", ".raw")):
+    if split_by == "auto" and name.startswith("wiki.") and name.endswith((".tokens", ".raw")):
         return split_articles(text)
-    if documents == "lines" or (documents == "auto" and name.endswith(".smi")):
+    if split_by == "lines" or (split_by == "auto" and name.endswith(".smi")):
         parts = text.split("\n")
-    elif documents == "paragraphs":
+    elif split_by == "paragraphs":
         parts = re.split(r"\n[ \t]*\n", text)
     else:
         parts = text.split(END_OF_TEXT)

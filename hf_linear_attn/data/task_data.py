@@ -36,13 +36,13 @@ from transformers import (
 
 from ..utils.models import Batch, leading_batches
 from ..utils.options import OptionError, default_of
-from .config import PYTHON_DOCUMENTATION, DataConfig
+from .config import PYTHON_DOCUMENTATION, DataConfig, TaskType
 from .encoding import BATCH_SIZE, Encoded, encode_blocks, encode_pairs, encode_passages, encode_targets, row_lengths
 from .files import Source, check_columns, check_text, import_datasets, load_source
 from .labels import Head, Labels, encode_labels
 from .metrics import DEFAULT_METRICS, check_metrics, compute_metrics, higher_is_better, perplexity
 from .tasks import TASKS, load_task
-from .text import MIN_DOCUMENTS, cut_end, rows_text, standard_library_documents
+from .text import MIN_DOCUMENTS, cut_end, describe_rows, standard_library_documents
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -58,7 +58,7 @@ MIN_ROWS = 2
 class TaskData:
     """The encoded data of a task."""
 
-    task_type: str  # "classification", "causal-lm", "masked-lm", "embedding" or "seq2seq-lm"
+    task_type: TaskType
     tokenizer: Any
     collator: Callable[[list[Any]], Batch]
     train: Dataset
@@ -74,7 +74,7 @@ class TaskData:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether the labels of a row are what the decoder reads beside its encoder."""
+        """Whether the inputs of a decoder are made of the labels of a row."""
         return self.task_type == "seq2seq-lm"
 
     @property
@@ -125,7 +125,7 @@ class TaskData:
         return {"id2label": names, "label2id": {label: index for index, label in names.items()}, **changes}
 
     def inputs(self, rows: Dataset) -> Dataset:
-        """Return rows with what a model reads of them: without labels, unless its decoder reads these."""
+        """Return rows as a training without a task's loss reads them: without labels, unless a decoder reads these."""
         return rows.select_columns([name for name in rows.column_names if name != "labels" or self.is_encoder_decoder])
 
     def longer_than(self, rows: Dataset, length: int) -> Dataset:
@@ -216,7 +216,7 @@ class MaskingCollator(DataCollatorForLanguageModeling):
 
 
 def load_task_data(
-    task_type: str,
+    task_type: TaskType,
     tokenizer: Any,
     data: DataConfig,
     seed: int,
@@ -239,7 +239,7 @@ def load_task_data(
     type. `notes` say what was assumed of the data, for a verb to log.
 
     Args:
-        task_type: "classification", "causal-lm", "masked-lm", "embedding" or "seq2seq-lm".
+        task_type: What the model is for.
         tokenizer: That of the model. It gets a padding token if it has none.
         data: Which data, and how much of it. `data.max_length` must be given.
         seed: That of the training rows that are drawn where `data.max_train_samples` limits them.
@@ -269,19 +269,12 @@ def load_task_data(
     else:
         source, form = _documents(task_type, tokenizer, data, documents)
     splits = hold_out(source.splits, data.validation_size)
-
-    def encode(split: Dataset, size: int | None, seed: int, *, in_order: bool = False) -> Encoded:
-        """Encode a split, of which so many rows are drawn: of examples before, of parts of documents afterwards."""
-        drawn = split if form.cuts_documents else _draw(split, size, seed, in_order=in_order)
-        encoded = form.encode(drawn, tokenizer=tokenizer, max_length=data.max_length)
-        return replace(encoded, dataset=_draw(encoded.dataset, size, seed, in_order=in_order))
-
-    train = encode(splits["train"], data.max_train_samples, seed)
+    encode = partial(_encode, form, tokenizer=tokenizer, max_length=data.max_length)
+    train = encode(splits["train"], partial(_draw, size=data.max_train_samples, seed=seed))
     # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
+    draw = partial(_draw, size=data.max_eval_samples, seed=0, in_order=True)
     held_out = {
-        name: _by_length(encode(split, data.max_eval_samples, 0, in_order=True).dataset)
-        for name, split in splits.items()
-        if name.startswith("validation")
+        name: _by_length(encode(split, draw).dataset) for name, split in splits.items() if name.startswith("validation")
     }
     every, name = (train.dataset, *held_out.values()), source_name(data, documents)
     if any(len(rows) < MIN_ROWS for rows in every):
@@ -304,6 +297,14 @@ def load_task_data(
     )
 
 
+def _encode(form: RowFormat, split: Dataset, draw: Callable[[Dataset], Dataset], **options: Any) -> Encoded:
+    """Encode a split, of which some rows are drawn: of examples before, of parts of documents afterwards."""
+    if form.cuts_documents:
+        encoded = form.encode(split, **options)
+        return replace(encoded, dataset=draw(encoded.dataset))
+    return form.encode(draw(split), **options)
+
+
 def _labelled_examples(tokenizer: Any, data: DataConfig, head: PreTrainedConfig | None) -> tuple[Source, RowFormat]:
     source, columns, labels, metrics = load_labelled(data, head)
     names = tuple(dict.fromkeys(data.metrics or metrics))
@@ -323,7 +324,7 @@ def _pairs_of_texts(tokenizer: Any, data: DataConfig) -> tuple[Source, RowFormat
 
 
 def _documents(
-    task_type: str, tokenizer: Any, data: DataConfig, documents: Sequence[str] | None
+    task_type: TaskType, tokenizer: Any, data: DataConfig, documents: Sequence[str] | None
 ) -> tuple[Source, RowFormat]:
     (column,), causal = text_columns(data, 1, wanted="one column of documents"), task_type == "causal-lm"
     collator: Any = collate_blocks if causal else DataCollatorWithPadding(tokenizer)
@@ -333,7 +334,7 @@ def _documents(
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
     source = load_columns(data, [column], documents)
-    summary = rows_text(sum(map(len, source.splits.values())), cast(int, data.max_length), causal=causal)
+    summary = describe_rows(sum(map(len, source.splits.values())), cast(int, data.max_length), causal=causal)
     encode = partial(encode_blocks if causal else encode_passages, text_column=column)
     return source, RowFormat(encode, collator, summary, cuts_documents=True)
 
@@ -367,7 +368,7 @@ def load_columns(data: DataConfig, columns: Sequence[str], documents: Sequence[s
         source = load_task(str(data.task), folder=data.folder, revision=data.revision)
     else:
         hub = {"config": data.dataset_config, "revision": data.revision}
-        source = load_source(data.dataset, **hub, documents=data.documents, quoting=data.quoting)
+        source = load_source(data.dataset, **hub, split_by=data.documents, quoting=data.quoting)
     check_columns(source.splits, columns, data.label_column)
     check_text(source, [name for name in columns if name in data.text_columns])
     notes = source.notes

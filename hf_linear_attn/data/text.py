@@ -65,7 +65,7 @@ def text_rows(
     return rows if count is None else evenly_spread(rows, count)
 
 
-def rows_text(documents: int, length: int, *, causal: bool) -> str:
+def describe_rows(documents: int, length: int, *, causal: bool) -> str:
     """Return how `text_rows` makes rows of so many documents, for a person to read."""
     count = f"{documents:,} documents" if documents >= MIN_DOCUMENTS else "running text"
     how = "packed into rows of" if causal else "cut into passages of at most"

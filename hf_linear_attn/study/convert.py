@@ -433,7 +433,7 @@ def is_worse(score: Score, before: Mapping[str, Any], after: Mapping[str, Any]) 
 
 def _timed_lengths(run: TrainingRun) -> list[int]:
     """Return the lengths of the config, and that of a budget of speed, which is to be verified."""
-    if run.kind.is_encoder_decoder:  # whose time depends on two lengths
+    if run.data.is_encoder_decoder:  # whose time depends on two lengths
         return []
     lengths = {*run.config.speed.lengths}
     if run.budget is not None and run.budget.cost == "speedup":

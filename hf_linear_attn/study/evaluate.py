@@ -121,7 +121,7 @@ def evaluate(
             study, evaluated, variants_of(evaluated, study, attentions, config.seeds, steps, groups)
         )
         notes: list[str] = []
-        if evaluated.kind.is_encoder_decoder:
+        if evaluated.data.is_encoder_decoder:
             notes.append("Encoder-decoders are not timed: their time depends on two lengths.")
         elif timing:
             exact = evaluated.cast(config.speed.dtype)
@@ -207,7 +207,7 @@ def measure_quality(
     Returns the numbers, and a loader of the last linear one of each label.
     """
     fidelity: dict[str, Metric] = {}
-    if not evaluated.kind.is_encoder_decoder:
+    if not evaluated.data.is_encoder_decoder:
         batches = held_out_batches(evaluated.data)
         fidelity["fidelity"] = FidelityMetric(evenly_spread(batches, FIDELITY_BATCHES))
     measured: list[list[Measured]] = []

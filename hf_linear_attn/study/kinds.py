@@ -1,6 +1,6 @@
 """The kinds of models: for each, the class that loads it, its metric, its pipeline, and what a budget may ask of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -9,14 +9,13 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ..data.config import DataConfig
+from ..data.config import DataConfig, TaskType
 from ..data.task_data import TaskData
 from ..measure.classification import Classification
 from ..measure.embedding import EmbeddingCosine, sentence_embeddings
 from ..measure.metric import Metric, in_batches
 from ..measure.recall import RETRIEVAL
 from ..measure.token_loss import TokenLoss
-from ..training.options import TaskType
 from ..utils.models import Batch
 
 EXAMPLE = '"The weather is nice today"'
@@ -26,7 +25,7 @@ EXAMPLE = '"The weather is nice today"'
 class Kind:
     """One kind of model."""
 
-    task_type: str
+    task_type: TaskType
     noun: str
     auto_class: str  # of Transformers, which loads it
     metric: Callable[[TaskData, PreTrainedModel], Metric]  # from its data and the exact model
@@ -36,11 +35,6 @@ class Kind:
     units: tuple[str, ...] = ()  # of budgets of quality that it can be given, the usual one first
     recall_task: str = ""  # of `measure_recall`, for a budget of recall
     is_causal: bool | None = None  # what its attention must be; None: either
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether the inputs of its decoder are made of the labels."""
-        return self.task_type == "seq2seq-lm"
 
     @property
     def is_language_model(self) -> bool:
@@ -102,7 +96,7 @@ def _embeddings(data: TaskData, exact: PreTrainedModel) -> Metric:
     return EmbeddingCosine(batches, sentence_embeddings(exact, batches))
 
 
-KINDS = {
+KINDS: Mapping[str, Kind] = {
     kind.task_type: kind
     for kind in (
         Kind(

@@ -15,14 +15,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, P
 
 from ..checkpoints import load_checkpoint, model_without_weights, optional_file, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
-from ..data.config import DataConfig
+from ..data.config import DataConfig, TaskType
 from ..data.files import UNLABELLED
 from ..data.task_data import TaskData
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
 from ..integration.positions import extend_positions, position_limit
 from ..patching import patch_model
-from ..training.options import TaskType, TrainingRunConfig
+from ..training.options import TrainingRunConfig
 from ..utils.extras import require_packages
 from ..utils.gguf import split_source
 from ..utils.models import shared_copy

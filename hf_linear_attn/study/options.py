@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from ..data.config import BUDGETS, DataConfig
-from ..training.options import TaskType
+from ..data.config import BUDGETS, DataConfig, TaskType
 from ..utils.options import OptionError, check_exclusive, check_options, make_config, option, to_dict
 
 #: Mechanisms that are measured where none is named.

@@ -106,10 +106,9 @@ class TrainingRun(RunFolder):
             lost = f"they lose {100 * share:.1f} % of all tokens."
             self.progress.log(f"{cut} to {max_length:,} tokens ({reason}); {lost}")
         if repeated := facts["validation_repeated"]:
-            rows_text = (
-                f"{repeated:,} of {data.held_out_facts['sequences']:,} held-out rows are in the training data, too"
-            )
-            self.progress.log(f"{rows_text}: their scores say little of new inputs.")
+            held_out = data.held_out_facts["sequences"]
+            repetition = f"{repeated:,} of {held_out:,} held-out rows are in the training data, too"
+            self.progress.log(f"{repetition}: their scores say little of new inputs.")
         if self.budget is not None and self.budget.cost == "cache" and self.budget.length > data.longest:
             notice = f"The budget is for {self.budget.length:,} tokens, and no row has more than {data.longest:,}"
             remedy = f"Longer rows: --data.max_length {self.budget.length}."

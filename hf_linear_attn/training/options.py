@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from ..config import DEFAULT_ATTENTION
-from ..data.config import BUDGETS, DataConfig, TimingConfig
+from ..data.config import BUDGETS, DataConfig, TaskType, TimingConfig
 from ..utils.options import OptionError, check_exclusive, check_options, default_of, option
 
 #: Tokens of the inputs that are timed after a training.
 TIMED_LENGTHS = (512, 2048)
 
-TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding", "seq2seq-lm"]
 AttentionLoss = Literal["auto", "weights", "outputs"]
 
 

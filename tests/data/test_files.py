@@ -71,7 +71,7 @@ def test_texts(suffix, packed, tmp_path):
     path = write(tmp_path, {name: text}) / name
     assert load_source(str(path)).splits["train"]["text"][:] == expected
     lines = [line.strip("\ufeff").strip() for line in text.split("\n") if line.strip()]
-    assert load_source(str(path), documents="lines").splits["train"]["text"][:] == lines
+    assert load_source(str(path), split_by="lines").splits["train"]["text"][:] == lines
 
 
 def test_a_parquet_file_and_a_name_with_brackets(tmp_path):

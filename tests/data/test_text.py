@@ -1,4 +1,4 @@
-"""Documents, the split into train and held-out, and token sequences."""
+"""DocumentSplit, the split into train and held-out, and token sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_linear_attn.data.files import Documents, text_documents
+from hf_linear_attn.data.files import DocumentSplit, text_documents
 from hf_linear_attn.data.text import (
     cut_end,
     docstrings,
@@ -55,7 +55,7 @@ def test_standard_library_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> N
         ("a.smi", "CCO\r\nCCN\nCCO\n", "auto", ["CCO", "CCN"]),
     ],
 )
-def test_documents(name: str, text: str, by: Documents, documents: list[str], tmp_path: Path) -> None:
+def test_documents(name: str, text: str, by: DocumentSplit, documents: list[str], tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(text.encode())
     assert text_documents(tmp_path / name, by) == documents
 
