@@ -17,7 +17,7 @@ from ..data.text import standard_library_documents, text_rows
 from ..integration.ablation import without_attention
 from ..integration.context import is_learned, is_patched, saved_tensors
 from ..integration.discovery import longest_input
-from ..measure.metric import Score
+from ..measure.metric import Numbers, Score
 from ..measure.speed import possible_lengths
 from ..patching import patch_report
 from ..training.options import ConvertConfig, FinetuneConfig
@@ -151,8 +151,8 @@ def _convert(run: TrainingRun) -> ConversionResult:
         # Distillation may shard its teacher; the control and the timing need complete models.
         control = copy.deepcopy(teacher) if config.control and is_patched(student) else None
         before = _copies(student)
-        student = _distill(run, teacher, student, "distill", "distilled")
-        scores = _keep_better(run, student, before, scores, "distilled")
+        student, distilled = _distill(run, teacher, student, "distill", "distilled")
+        scores = _keep_better(run, student, before, scores, distilled, "distilled")
         if control is not None:
             _distill(run, teacher, control, "control distill", "control")
     result = result_of(run, teacher, student, facts, scores)
@@ -162,7 +162,7 @@ def _convert(run: TrainingRun) -> ConversionResult:
 
 def prepare_student(
     run: TrainingRun,
-) -> tuple[PreTrainedModel, PreTrainedModel, ModelFacts, Mapping[str, Any]]:
+) -> tuple[PreTrainedModel, PreTrainedModel, ModelFacts, Numbers]:
     """Return the exact model, the patched and calibrated one, what that is, and its scores; both are measured.
 
     There are no scores with `attention: null`, which is never taken back.
@@ -189,7 +189,7 @@ def result_of(
     teacher: PreTrainedModel,
     student: PreTrainedModel,
     facts: ModelFacts,
-    scores: Mapping[str, Any],
+    scores: Numbers,
 ) -> ConversionResult:
     """Return the result of a run whose student has these scores, with its speed and what it recalls."""
     if scores:
@@ -318,8 +318,8 @@ def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
 
 
 def _close_harmful_parts(
-    run: TrainingRun, student: PreTrainedModel, scores: Mapping[str, Any]
-) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    run: TrainingRun, student: PreTrainedModel, scores: Numbers
+) -> tuple[PreTrainedModel, Numbers]:
     """Close the linear parts that the model is better without, on held-out rows and, but for a task, other text."""
     data, limit = run.data, exact_length(student)
     long = [*chain.from_iterable(data.longer_than(rows, limit) for rows in data.held_out.values())]
@@ -357,9 +357,7 @@ def _other_text(run: TrainingRun, length: int) -> list[Batch]:
     return [{"input_ids": torch.tensor([row])} for row in rows]
 
 
-def _transfer(
-    run: TrainingRun, student: PreTrainedModel, scores: Mapping[str, Any]
-) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+def _transfer(run: TrainingRun, student: PreTrainedModel, scores: Numbers) -> tuple[PreTrainedModel, Numbers]:
     """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss."""
     config, data = run.config, run.data
     if not config.transfer.max_steps:
@@ -378,12 +376,12 @@ def _transfer(
     set_aside = rows.select(range(len(rows) - count, len(rows)))
     before = _copies(student, is_learned)
     student = run.learned("transfer", student, partial(run.transfer, student, train, set_aside), is_learned)
-    run.measure("transferred", student)
-    return student, _keep_better(run, student, before, scores, "transferred")
+    transferred = run.measure("transferred", student)
+    return student, _keep_better(run, student, before, scores, transferred, "transferred")
 
 
-def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: str) -> PreTrainedModel:
-    """Distillation. Returns the student with the best step's weights and merged adapters."""
+def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: str) -> tuple[PreTrainedModel, Numbers]:
+    """Distillation. Returns the student with the best step's weights and merged adapters, and its scores."""
     config = run.config
 
     def train() -> tuple[nn.Module, dict[str, Any]]:
@@ -395,8 +393,7 @@ def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: s
         return model.merge_and_unload(), progress
 
     student = run.learned(stage, student, train).eval()
-    run.measure(result, student)
-    return cast(PreTrainedModel, student)
+    return student, run.measure(result, student)
 
 
 def _copies(model: nn.Module, which: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
@@ -405,23 +402,23 @@ def _copies(model: nn.Module, which: Callable[[str], bool] | None = None) -> dic
 
 
 def _keep_better(
-    run: TrainingRun, student: nn.Module, before: dict[str, Tensor], scores: Mapping[str, Any], result: str
-) -> Mapping[str, Any]:
+    run: TrainingRun, student: nn.Module, before: dict[str, Tensor], scores: Numbers, after: Numbers, result: str
+) -> Numbers:
     """Give a student the tensors from before a stage that ended worse than it began; return the scores that it has.
 
     The metric of a task, of which one row more or less is a large step, is too coarse to tell of a transfer.
     """
-    after, score = run.state[result], run.metric.score
+    score = run.metric.score
     is_too_coarse = result == "transferred" and bool(run.data.metric_names)
     if is_too_coarse or not is_worse(score, scores, after):
-        return cast(Mapping[str, Any], after)
+        return after
     stage = {"transferred": "Attention transfer", "distilled": "Distillation"}[result]
     run.progress.log(f"{stage} is taken back: the {score.metric} is better without it.")
     student.load_state_dict(before, strict=False)
     return scores
 
 
-def is_worse(score: Score, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+def is_worse(score: Score, before: Numbers, after: Numbers) -> bool:
     """Return whether a score is worse than before, or no number any more: NaN or infinite."""
     first, second = before.get(score.metric), after.get(score.metric)
     if first is None:
