@@ -1,10 +1,12 @@
 """The stages of `convert` and `finetune`: each is measured or trained once, in a study."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -39,6 +41,9 @@ from . import models
 from .budgets import budget_of
 from .kinds import KINDS, Kind
 from .run_folder import RESUME, RunFolder, StageLog, format_metrics
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.
 TRAINERS: dict[str, type[FinetuningTrainer]] = {
@@ -196,7 +201,7 @@ class TrainingRun(RunFolder):
         precision = torch.bfloat16 if self.config.bf16 else torch.float16
         return torch.autocast(self.process.device.type, precision, enabled=self.config.bf16 or self.config.fp16)
 
-    def long_rows(self, student: PreTrainedModel) -> Any:
+    def long_rows(self, student: PreTrainedModel) -> Dataset:
         """Return the training rows that the mechanism does not attend to exactly: the others say nothing of it."""
         return self.data.longer_than(self.data.train, exact_length(student))
 
@@ -257,7 +262,7 @@ class TrainingRun(RunFolder):
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         return trainer.complete_model(), stage_progress(trainer, data)
 
-    def transfer(self, model: PreTrainedModel, rows: Any, set_aside: Any) -> tuple[Any, dict[str, Any]]:
+    def transfer(self, model: PreTrainedModel, rows: Dataset, set_aside: Dataset) -> tuple[Any, dict[str, Any]]:
         """Run the attention transfer, from its checkpoint if the run resumes. Returns what `train` does.
 
         The rows that are set aside choose the best step.
@@ -333,7 +338,7 @@ class TrainingRun(RunFolder):
         accelerator.init_trackers("runs")
         return accelerator
 
-    def _loader(self, accelerator: Accelerator, rows: Any, batch_size: int, shuffle: bool = False) -> Any:
+    def _loader(self, accelerator: Accelerator, rows: Dataset, batch_size: int, shuffle: bool = False) -> Any:
         """Return a loader with this process's share of the batches of some rows."""
         config, data = self.config, self.data
         lengths = row_lengths(rows)
