@@ -20,7 +20,7 @@ from ..integration.discovery import longest_input
 from ..measure.metric import Numbers, Score
 from ..measure.speed import possible_lengths
 from ..patching import patch_report
-from ..training.options import ConvertConfig, FinetuneConfig
+from ..training.options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from ..training.resumable import local_seed
 from ..training.selection import close_harmful_parts
 from ..training.sharding import is_sharded
@@ -95,7 +95,7 @@ def convert(config: ConvertConfig | None = None, *, console: Console | None = No
 
 
 def execute(
-    config: Any, console: Console | None, tool: str, stages: Callable[[TrainingRun], ConversionResult]
+    config: TrainingRunConfig, console: Console | None, tool: str, stages: Callable[[TrainingRun], ConversionResult]
 ) -> ConversionResult:
     """Open a run, and go through its stages unless it has ended before; show its result."""
     task_type = config.task_type or models.default_task_type(config)

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..integration.context import saved_tensors
 from ..measure.metric import is_shown
+from ..training.options import TrainingRunConfig
 from ..training.resumable import InterruptedRunError, SignalWatch
 from ..training.sharding import check_launch, runs_on_cpu
 from ..utils.environment import environment, json_safe
@@ -130,7 +131,10 @@ class RunFolder:
         OSError: The folder cannot be written to.
     """
 
-    def __init__(self, config: Any, tool: str, console: Console | None = None) -> None:
+    #: A `ConvertConfig` or a `FinetuneConfig`, which have different sections.
+    config: Any
+
+    def __init__(self, config: TrainingRunConfig, tool: str, console: Console | None = None) -> None:
         if config.output is None:
             raise OptionError("output", "is missing: give a folder for the result.")
         self.config, self.tool, self.folder = config, tool, Path(config.output)

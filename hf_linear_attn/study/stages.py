@@ -21,6 +21,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoints import copy_companions
+from ..data.config import TaskType
 from ..data.encoding import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
 from ..measure.embedding import EmbeddingCosine
@@ -76,11 +77,11 @@ class TrainingRun(RunFolder):
     data: TaskData
     metric: Metric
 
-    def __init__(self, config: Any, tool: str, console: Console | None = None) -> None:
+    def __init__(self, config: TrainingRunConfig, tool: str, console: Console | None = None) -> None:
         # What is wrong with the attention or with the budget is an error before there is a folder.
         self.attention = models.read_attention(config)
         self.budget = budget_of(config) if isinstance(config, ConvertConfig) else None
-        self.kind: Kind = KINDS[config.task_type]
+        self.kind: Kind = KINDS[cast(TaskType, config.task_type)]
         super().__init__(config, tool, console)
         self.trackers = installed_trackers(config.report_to)
         if config.bf16 and has_slow_bfloat16(self.process.device.type):
