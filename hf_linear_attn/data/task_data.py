@@ -5,10 +5,11 @@ On its way through `convert` and `evaluate` a text has five shapes:
 1. what a person brings: a file, a folder, a name on the Hub, or documents in memory (`DataConfig`);
 2. columns of text and labels by splits (`files.Source`);
 3. rows of token ids, to train on and held out (`TaskData`);
-4. batches of tensors (`utils.models.Batch`), which the collator of the task makes of rows: of those to train on by a
-   loader of the Trainer or of the attention transfer, of the first ones, for a calibration or a choice, by
-   `TaskData.leading_batches`, and of held-out ones by `measure.metric.in_batches`. A model takes of a batch what its
-   forward pass has arguments for (`utils.models.model_inputs`);
+4. batches of tensors (`utils.models.Batch`), which the collator of the task makes of rows: of those to train on it is
+   called by a loader of the Trainer or of the attention transfer (in `evaluate` by `EvaluatedModel.training_batches`),
+   of the first ones, for a calibration or a choice, by `TaskData.leading_batches`, and of held-out ones by
+   `measure.metric.in_batches`. A model takes of a batch what its forward pass has arguments for
+   (`utils.models.model_inputs`);
 5. the numbers of a metric (`measure.metric.Numbers`), which a study stores, and a card or a report shows.
 """
 
