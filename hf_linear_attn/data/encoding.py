@@ -109,7 +109,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, max_length
 
 
 def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
-    """Cut a text column into the passages of `token_passages`. Raises as `encode_text`."""
+    """Cut a text column into the passages of `token_passages`. Raises as `text.encode_text`."""
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}

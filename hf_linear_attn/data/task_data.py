@@ -63,7 +63,7 @@ class TaskData:
     tokenizer: Any
     collator: Callable[[list[Any]], Batch]
     train: Dataset
-    #: Rows that are measured on, from short to long, by a prefix of metrics' names, which is empty for one set only.
+    #: Rows that are measured on, from short to long, by a prefix of metrics' names: `{"": rows}` where there is one set.
     held_out: Mapping[str, Dataset]
     facts: Mapping[str, int]  # numbers of rows and tokens
     longest: int  # tokens of the longest row
@@ -388,7 +388,8 @@ def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
     train = splits["train"]
     if len(splits) > 1:
         return splits
-    if len(train) < MIN_DOCUMENTS and len(train.column_names) == 1:
+    has_no_labels = len(train.column_names) == 1
+    if len(train) < MIN_DOCUMENTS and has_no_labels:
         datasets, (column,) = import_datasets(), train.column_names
         before, end = (datasets.Dataset.from_dict({column: part}) for part in cut_end(train[column][:], share))
         return datasets.DatasetDict(train=before, validation=end)

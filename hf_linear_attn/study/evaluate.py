@@ -72,7 +72,7 @@ def evaluate(
         evaluation.report("out")  # a page with plots
 
     The model stays as it is: mechanisms are patched into copies that share its weights. The rows that it is measured on
-    are those of `convert` with the same data, and so are the numbers.
+    are those of `convert` with the same data, unless it is `quick`, and so are the numbers.
 
     Args:
         model: A folder or a repository on the Hub, or a loaded model with exact attention: a causal language model, an
@@ -217,7 +217,7 @@ def measure_quality(
         texts: dict[str, list[str]] = {name: [] for name in evaluated.metrics}
         for variant in variants:
             metrics = {**evaluated.metrics, **fidelity} if variant.is_linear else evaluated.metrics
-            records = variant.measure(study, evaluated, metrics, label)
+            records = variant.measure(study, evaluated, metrics)
             measured.append([Measured.of(record, label) for record in records.values()])
             for name, metric in evaluated.metrics.items():
                 number = records[name].numbers.get(metric.score.metric)

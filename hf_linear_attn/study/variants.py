@@ -66,13 +66,11 @@ class Variant:
             settings=settings,
         )
 
-    def measure(
-        self, study: Study, evaluated: EvaluatedModel, metrics: Mapping[str, Metric], status: str
-    ) -> dict[str, Record]:
+    def measure(self, study: Study, evaluated: EvaluatedModel, metrics: Mapping[str, Metric]) -> dict[str, Record]:
         """Measure what the study does not know yet; return the records by measurement."""
         load, records = cache(self.load), {}  # once for all metrics; a checkpoint is in memory no longer than this
         for name, metric in metrics.items():
-            study.progress.status(f"{status}: {name.replace('_', ' ')}")
+            study.progress.status(f"{self.label}: {name.replace('_', ' ')}")
             conditions = self.of(evaluated.conditions(name, settings=evaluated.metric_settings(name)))
             records[name] = study.measure(conditions, partial(_measured, metric, load), label=self.label)
         return records
