@@ -198,6 +198,13 @@ def test_layers_of_one_kind_are_traced_once(monkeypatch):
     for component in exported.components.values():
         assert not component.program.functions
         assert {node.domain for node in component.program.graph} <= {""}
+    # By their names a program passes the states of one graph to the next.
+    graphs = {name: component.program.graph for name, component in exported.components.items()}
+    read = [value.name.removeprefix("input.") for value in graphs["decode"].inputs]
+    states = [name for name in read if name.startswith("cache.layers.")]
+    assert len(states) > 4 * len(model.model.layers)
+    for graph in graphs.values():
+        assert [value.name.removeprefix("output.") for value in graph.outputs] == ["logits", *states]
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ class TaskData:
     tokenizer: Any
     collator: Callable[[list[Any]], Batch]
     train: Dataset
-    #: Rows that are measured on, from short to long, by a prefix of metrics' names: `{"": rows}` where there is one set.
+    #: Rows that are measured on, from short to long, by a prefix of metrics' names; one set is `{"": rows}`.
     held_out: Mapping[str, Dataset]
     facts: Mapping[str, int]  # numbers of rows and tokens
     longest: int  # tokens of the longest row

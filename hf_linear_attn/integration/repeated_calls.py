@@ -260,8 +260,15 @@ def _depending(graph: Any, given: Iterable[Any], end: Any) -> set[Any]:
 
 
 def _replace(graph: Any, node: Any, values: Sequence[Any]) -> None:
-    """Let other values stand for the outputs of a node, and remove it."""
+    """Let other values stand for the outputs of a node, and remove it; outputs of the graph keep their names."""
     import onnx_ir as ir
 
-    ir.convenience.replace_all_uses_with(node.outputs, values, replace_graph_outputs=True)
+    for output, value in zip(node.outputs, values, strict=True):
+        if output.is_graph_output():
+            if value.producer() is None or value.is_graph_output():  # it has a name of its own
+                same = ir.node("Identity", [value])
+                graph.insert_before(node, same)
+                value = same.outputs[0]
+            value.name, value.type, value.shape = output.name, output.type, output.shape
+        ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
     graph.remove(node, safe=True)
