@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, pairwise
@@ -457,10 +457,9 @@ def _interval(recall: dict[str, Any]) -> str:
     return f"{recall['recall']:.2f} [{recall['low']:.2f}, {recall['high']:.2f}]"
 
 
-EXACT, CONTROL = smollm2.EXACT, smollm2.CONTROL
-#: The conversions of SmolLM2 that the short table shows.
-SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", CONTROL)
-SMOLLM2_FOLDERS = {
+#: Conversions of SmolLM2 with today's defaults, and with `hedgehog` outside of windows.
+SMOLLM2_FOLDERS = {"smollm2-calibrated": "calibrated"}
+FORMER_SMOLLM2_FOLDERS = {
     "smollm2-probe": "probe only, untrained",
     "smollm2-short-probe-untrained": "short probe, untrained",
     "smollm2-untrained": "untrained",
@@ -486,17 +485,17 @@ RIVALS_ROWS = ("exact", "int4", "mixture-int8")
 RIVALS_COLUMNS = ("context", "variant", "cache", "loss", "niah", "time", "preparation")
 
 
-def smollm2_table(rows: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
-    """The committed conversions of SmolLM2: a row for each variant (or some), what it is at 2,048 and 8,192 tokens."""
+def smollm2_table(folders: Mapping[str, str]) -> str:
+    """Committed conversions of SmolLM2 by folder: a row for each variant, what it is at 2,048 and 8,192 tokens."""
     measured: dict[str, Any] = {}
-    for folder, kind in SMOLLM2_FOLDERS.items():
+    for folder, kind in folders.items():
         results = read_json(f"{folder}/results.json")
-        for name in (EXACT, *smollm2.VARIANTS):
-            label = name if name in (EXACT, CONTROL) else f"{name}, {kind}"
+        for name in (smollm2.EXACT, *smollm2.VARIANTS):
+            label = name if name in (smollm2.EXACT, smollm2.CONTROL) else f"{name}, {kind}"
             measured |= {label: results[name]} if name in results else {}
-    table = smollm2.summary_table({name: one for name, one in measured.items() if not rows or name in rows})
+    table = smollm2.summary_table(measured)
     shown = [name for name in table if name.endswith(("variant", "2,048", "8,192"))]
-    return to_markdown(table[_columns(shown, columns)], text_columns=None)
+    return to_markdown(table[shown], text_columns=None)
 
 
 def rivals_table(folder: str, variants: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
@@ -650,8 +649,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens": tokens_table,
     "sentence-encoder": sentence_encoder_tables,
     "serving": serving_table,
-    "smollm2": partial(smollm2_table, SMOLLM2_ROWS, ("variant", "perplexity", "recall")),
-    "smollm2-controls": smollm2_table,
+    "smollm2": partial(smollm2_table, SMOLLM2_FOLDERS),
+    "smollm2-controls": partial(smollm2_table, FORMER_SMOLLM2_FOLDERS),
     "transfer-cost": transfer_cost_tables,
     "transfer-loss": transfer_loss_table,
 }
