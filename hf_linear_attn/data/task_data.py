@@ -68,7 +68,7 @@ class TaskData:
     facts: Mapping[str, int]  # numbers of rows and tokens
     longest: int  # tokens of the longest row
     row_summary: str  # how rows were made
-    source: str  # what reports call the data (see `source_name`)
+    name: str  # what reports call the data (see `data_name`)
     notes: tuple[str, ...] = ()  # what was assumed to read the data, one sentence each
     labelled: Labels | None = None  # of a classification task
     metric_names: tuple[str, ...] = ()  # all metrics of a classification task, the one that decides first
@@ -103,7 +103,7 @@ class TaskData:
         measured = (
             f"{held_out['sequences']:,} of {held_out['tokens']:,} tokens (longest {held_out['longest']:,}) held out"
         )
-        return f"{self.source}: {self.row_summary}; {train}, {measured}"
+        return f"{self.name}: {self.row_summary}; {train}, {measured}"
 
     def checksum(self) -> int:
         """Return a checksum of all encoded rows, which tells data apart that have as many rows and tokens."""
@@ -277,7 +277,7 @@ def load_task_data(
     held_out = {
         name: _by_length(encode(split, draw).dataset) for name, split in splits.items() if name.startswith("validation")
     }
-    every, name = (train.dataset, *held_out.values()), source_name(data, documents)
+    every, name = (train.dataset, *held_out.values()), data_name(data, documents)
     if any(len(rows) < MIN_ROWS for rows in every):
         counts = f"{len(train.dataset)} rows to train on and {min(map(len, held_out.values()))} held out"
         remedy = f"At least {MIN_ROWS} of each are needed: give more data, or shorter rows (--data.max_length)."
@@ -291,7 +291,7 @@ def load_task_data(
         _facts(train, held_out),
         longest=max(max(row_lengths(rows)) for rows in every),
         row_summary=form.summary,
-        source=name,
+        name=name,
         notes=source.notes,
         labelled=form.labels,
         metric_names=form.metric_names,
@@ -340,7 +340,7 @@ def _documents(
     return source, RowFormat(encode, collator, summary, cuts_documents=True)
 
 
-def source_name(data: DataConfig, documents: Sequence[str] | None = None) -> str:
+def data_name(data: DataConfig, documents: Sequence[str] | None = None) -> str:
     """Return what reports call the data; of a path the last part."""
     if documents is not None:
         return "the given documents"

@@ -133,7 +133,7 @@ def evaluate(
         tables = examples(evaluated, linear) if examples is not None else {}
     return Evaluation(
         model=evaluated.facts(),
-        data={"source": task_data.source, "rows": task_data.row_summary, **task_data.held_out_facts, **task_data.facts},
+        data={"source": task_data.name, "rows": task_data.row_summary, **task_data.held_out_facts, **task_data.facts},
         settings=json_safe(settings),
         environment=environment(device),
         backend=evaluated.device["backend"],

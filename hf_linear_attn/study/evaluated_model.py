@@ -137,17 +137,17 @@ def load_evaluated_model(
     wanted = config.data
     if task_type == "embedding" and documents is None and wanted.dataset is None:
         wanted = replace(wanted, dataset=PYTHON_DOCUMENTATION)
-    run = TrainingRunConfig(model=path, task_type=task_type, data=wanted)
-    length, _ = models.row_limit(run, tokenizer, loaded)
+    loading = TrainingRunConfig(model=path, task_type=task_type, data=wanted)
+    length, _ = models.row_limit(loading, tokenizer, loaded)
     steps = QUICK_STEPS if config.quick else LOADED_STEPS
     wanted = models.with_limits(kind, replace(wanted, max_length=length), quick=config.quick)
     if wanted.max_train_samples is None:
         wanted = replace(wanted, max_train_samples=steps * rows_of_step(length))
     head = model_config if task_type == "classification" else None
     data = load_task_data(task_type, tokenizer, wanted, seed, documents=documents, head=head)
-    model, missing = models.load_model(run, data, loaded=loaded)
+    model, missing = models.load_model(loading, data, loaded=loaded)
     if missing:
-        raise models.missing_head(run, f"{missing[0]} is missing")
+        raise models.missing_head(loading, f"{missing[0]} is missing")
     if is_patched(model):
         raise ValueError(f"{path!r} is patched already. Give the model as it was before.")
     model = model.eval().to(torch_device(config.device)) if loaded is None else model.eval()

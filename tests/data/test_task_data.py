@@ -249,7 +249,7 @@ def test_a_text_gives_the_same_rows_wherever_it_comes_from(task_type, tmp_path):
         for source in sources
     ]
     loaded.append(load_task_data(task_type, tokenizer(), DataConfig(max_length=12), seed=0, documents=texts))
-    assert [data.source for data in loaded] == ["text.txt", "table.jsonl", "saved", "the given documents"]
+    assert [data.name for data in loaded] == ["text.txt", "table.jsonl", "saved", "the given documents"]
     assert len({data.checksum() for data in loaded}) == 1
     held_out = sorted(random.Random(0).sample(range(len(texts)), round(0.1 * len(texts))))
     expected = Counter(tokenizer()(" ".join(texts[index] for index in held_out), add_special_tokens=False)["input_ids"])
@@ -261,7 +261,7 @@ def test_a_text_gives_the_same_rows_wherever_it_comes_from(task_type, tmp_path):
 
 def test_documentation_of_python_is_a_text():
     data = load_task_data("embedding", tokenizer(), DataConfig(dataset="python-documentation", max_length=64), seed=0)
-    assert data.source.startswith("docstrings of the standard library")
+    assert data.name.startswith("docstrings of the standard library")
     assert len(data.train) > 1000
 
 
