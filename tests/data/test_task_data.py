@@ -35,7 +35,7 @@ from tests.tiny_text import sample_text
 
 def task_data(task_type: str, labels: Labels | None = None, metric_names: tuple[str, ...] = ()) -> TaskData:
     rows = Dataset.from_dict({"input_ids": [[5, 6], [7]]})
-    made = {"train": rows, "held_out": {"": rows}, "facts": {}, "longest": 2, "row_summary": "made", "source": "memory"}
+    made = {"train": rows, "held_out": {"": rows}, "facts": {}, "longest": 2, "row_summary": "made", "name": "memory"}
     return TaskData(task_type, tokenizer(), collate_blocks, **made, labelled=labels, metric_names=metric_names)
 
 
