@@ -216,7 +216,8 @@ def test_onnx_runtime_quantizes_the_linear_layers_only(family, name, tmp_path):
     exported, _ = export_model(model, "onnx")
     exported.save_pretrained(tmp_path)
     for path in tmp_path.glob("*.onnx"):
-        quantization.quantize_dynamic(path, path, per_channel=True)
+        # Of processors without VNNI instructions products of eight bits overflow.
+        quantization.quantize_dynamic(path, path, per_channel=True, reduce_range=True)
         graph = onnx.load(path).graph
         ranks = {tensor.name: len(tensor.dims) for tensor in graph.initializer}
         weights = [node.input[1] for node in graph.node if node.op_type == "MatMulInteger"]
