@@ -15,7 +15,7 @@ from typing import Any
 from ..data.config import BUDGETS
 from ..measure.metric import Score
 from ..training.options import ConvertConfig
-from .kinds import KINDS, Kind
+from .kinds import KINDS, Kind, kind_of
 
 #: Of a damage or a share in percent; the digits after them are those of rounding.
 DECIMALS = 6
@@ -149,5 +149,5 @@ def budget_of(config: ConvertConfig) -> Budget | None:
     if config.budget is None:
         return None
     budget = Budget.parse(config.budget)
-    budget.check_kind(KINDS[str(config.task_type)])
+    budget.check_kind(kind_of(config))
     return budget

@@ -27,7 +27,7 @@ from ..version import __version__
 from .budgets import Budget
 from .comparison import Comparison, Quality
 from .conversion_result import ConversionResult
-from .kinds import KINDS
+from .kinds import kind_of
 from .tables import to_markdown
 
 #: A repository: a name, or an owner and a name.
@@ -312,7 +312,7 @@ def model_card(config: TrainingRunConfig, result: ConversionResult) -> str:
         hardware = result.environment["hardware"]
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
-    kind = KINDS[str(config.task_type)]
+    kind = kind_of(config)
     columns = TASKS.get(config.data.task).columns if config.data.task else config.data.text_columns
     is_pair = kind.task_type == "classification" and len(columns) == 2
     text = PAIR_EXAMPLE if is_pair else kind.example
@@ -346,7 +346,7 @@ def model_card(config: TrainingRunConfig, result: ConversionResult) -> str:
 def _header(config: TrainingRunConfig, result: ConversionResult, mechanisms: list[str]) -> ModelCardData:
     """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
     repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
-    pipeline_tag = KINDS[str(config.task_type)].pipeline_tag
+    pipeline_tag = kind_of(config).pipeline_tag
     results = [
         EvalResult(
             task_type=pipeline_tag,

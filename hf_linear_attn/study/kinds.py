@@ -16,6 +16,7 @@ from ..measure.embedding import EmbeddingCosine, sentence_embeddings
 from ..measure.metric import Metric, in_batches
 from ..measure.recall import RETRIEVAL
 from ..measure.token_loss import TokenLoss
+from ..training.options import TrainingRunConfig
 from ..utils.models import Batch
 
 EXAMPLE = '"The weather is nice today"'
@@ -154,3 +155,9 @@ KINDS: Mapping[str, Kind] = {
         ),
     )
 }
+
+
+def kind_of(config: TrainingRunConfig) -> Kind:
+    """Return the kind of model of a run, whose options are complete."""
+    assert config.task_type is not None
+    return KINDS[config.task_type]

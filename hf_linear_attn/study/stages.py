@@ -21,7 +21,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoints import copy_companions
-from ..data.config import TaskType
 from ..data.encoding import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
 from ..measure.embedding import EmbeddingCosine
@@ -40,7 +39,7 @@ from ..utils.formatting import near_matches
 from ..utils.models import quiet_transformers
 from . import models
 from .budgets import budget_of
-from .kinds import KINDS, Kind
+from .kinds import kind_of
 from .run_folder import RESUME, RunFolder, StageLog, format_metrics
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class TrainingRun(RunFolder):
         # What is wrong with the attention or with the budget is an error before there is a folder.
         self.attention = models.read_attention(config)
         self.budget = budget_of(config) if isinstance(config, ConvertConfig) else None
-        self.kind: Kind = KINDS[cast(TaskType, config.task_type)]
+        self.kind = kind_of(config)
         super().__init__(config, tool, console)
         self.trackers = installed_trackers(config.report_to)
         if config.bf16 and has_slow_bfloat16(self.process.device.type):
