@@ -169,7 +169,7 @@ def _free_sizes(model: PreTrainedModel, inputs: dict[str, Any], limit: int | Non
     from torch.export import Dim
     from torch.utils._pytree import tree_leaves
     from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
-    from transformers.exporters.utils import decompose_for_generation, prepare_for_export
+    from transformers.exporters.utils import apply_patches, decompose_for_generation, prepare_for_export
 
     def free(first: Any, second: Any) -> Any:
         if not isinstance(first, torch.Tensor):  # a cache
@@ -183,7 +183,8 @@ def _free_sizes(model: PreTrainedModel, inputs: dict[str, Any], limit: int | Non
 
     register_cache_pytrees_for_model(model)
     lengths = [min(length + 1, limit or length + 1) for length in (*TRACED_LENGTHS, 1)]
-    first, second = captured(inputs), captured(padded_inputs(model, lengths))
+    with apply_patches("dynamo"):  # a graph keeps the keys of sliding layers from before the window
+        first, second = captured(inputs), captured(padded_inputs(model, lengths))
     return {
         name: {key: free(value, second[name][key]) for key, value in values.items()} for name, values in first.items()
     }
