@@ -134,17 +134,19 @@ def load_evaluated_model(
     task_type = config.task_type or task_type_of(model_config, loaded, config.data)
     kind, seed = KINDS[task_type], config.seeds[0]
     tokenizer = tokenizer or read_tokenizer(path)
-    wanted = config.data
-    if task_type == "embedding" and documents is None and wanted.dataset is None:
-        wanted = replace(wanted, dataset=PYTHON_DOCUMENTATION)
-    loading = TrainingRunConfig(model=path, task_type=task_type, data=wanted)
+    data_config = config.data
+    if task_type == "embedding" and documents is None and data_config.dataset is None:
+        data_config = replace(data_config, dataset=PYTHON_DOCUMENTATION)
+    loading = TrainingRunConfig(model=path, task_type=task_type, data=data_config)
     length, _ = models.row_limit(loading, tokenizer, loaded)
     steps = QUICK_STEPS if config.quick else LOADED_STEPS
-    wanted = models.with_limits(kind, replace(wanted, max_length=length), quick=config.quick)
-    if wanted.max_train_samples is None:
-        wanted = replace(wanted, max_train_samples=steps * rows_of_step(length))
-    head = model_config if task_type == "classification" else None
-    data = load_task_data(task_type, tokenizer, wanted, seed, documents=documents, head=head)
+    data_config = models.with_limits(kind, replace(data_config, max_length=length), quick=config.quick)
+    if data_config.max_train_samples is None:
+        data_config = replace(data_config, max_train_samples=steps * rows_of_step(length))
+    head = models.head_of(loading, loaded)
+    data = load_task_data(task_type, tokenizer, data_config, seed, documents=documents, head=head)
+    if task_type == "classification":
+        models.check_head(loading, loaded)
     model, missing = models.load_model(loading, data, loaded=loaded)
     if missing:
         raise models.missing_head(loading, f"{missing[0]} is missing")

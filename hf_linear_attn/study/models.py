@@ -136,25 +136,33 @@ def default_task_type(config: TrainingRunConfig) -> TaskType:
     return task_type_of(read_config(config.model, config.revision), None, config.data)
 
 
-def head_of(config: TrainingRunConfig) -> PreTrainedConfig | None:
-    """Return the config of a checkpoint with a classification head; None where the head is to be new."""
+def head_of(config: TrainingRunConfig, loaded: PreTrainedModel | None = None) -> PreTrainedConfig | None:
+    """Return the config of a checkpoint, or of a loaded model, that has a classification head, or else None."""
     if config.task_type != "classification" or config.model is None or config.from_config:
         return None
-    model_config = read_config(str(config.model), config.revision)
-    classes = model_config.architectures or []
-    return model_config if any("ForSequenceClassification" in name for name in classes) else None
+    classes = _class_names(config, loaded)
+    if not any("ForSequenceClassification" in name for name in classes):
+        return None
+    return read_config(str(config.model), config.revision) if loaded is None else loaded.config
 
 
-def check_head(config: TrainingRunConfig) -> None:
-    """Raise a ValueError if the config of a checkpoint says that it has no head for classification.
+def check_head(config: TrainingRunConfig, loaded: PreTrainedModel | None = None) -> None:
+    """Raise a ValueError if a checkpoint, as its config says, or a loaded model has no head for classification.
 
-    Its weights say so, too, but are loaded later.
+    The weights of a checkpoint say so, too, but are loaded later.
     """
     if config.model is None or config.from_config or config.model_type is not None:
         return
-    classes = read_config(str(config.model), config.revision).architectures or []
-    if classes and head_of(config) is None:
+    classes = _class_names(config, loaded)
+    if classes and head_of(config, loaded) is None:
         raise missing_head(config, f"it is a {classes[0]}")
+
+
+def _class_names(config: TrainingRunConfig, loaded: PreTrainedModel | None) -> list[str]:
+    """Return the names of the class that a checkpoint was saved from, or of those that a loaded model is of."""
+    if loaded is not None:
+        return [cls.__name__ for cls in type(loaded).mro()]
+    return read_config(str(config.model), config.revision).architectures or []
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:

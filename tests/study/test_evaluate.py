@@ -131,6 +131,12 @@ def test_fidelity_is_measured_on_rows_of_all_lengths(folder: Path, monkeypatch: 
     assert fidelity == sum(tokens[index * len(tokens) // 4] for index in range(4)) != sum(tokens[:4])
 
 
+def test_a_loaded_model_without_a_head_is_told_so(folder: Path) -> None:
+    options = {**SMALL, "task": "sst2", "folder": str(folder / "glue"), "timing": False}
+    with pytest.raises(ValueError, match=r"no head for this task \(it is a BertModel\)"):
+        evaluate(tiny_model("bert"), tokenizer=tiny_tokenizer(), **options)
+
+
 @pytest.mark.slow
 def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
     torch.manual_seed(0)
@@ -324,6 +330,7 @@ def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tm
         ("bert", {"task": "sst3"}, r"'sst3'.*Did you mean 'sst2'"),
         ("classifier", {"task": "sst2", "folder": "nowhere"}, "no folder 'nowhere'"),
         ("bert", {"task": "sst2", "folder": "GLUE"}, "no head for this task"),
+        ("bert", {"dataset": "COLORS", "task_type": "classification"}, r"no head for this task \(it is a BertModel\)"),
         ("classifier", {"task": "rte", "folder": "GLUE"}, "trained with the labels negative"),
         ("classifier", {"task": "sst2", "folder": "GLUE", "metrics": ("acuracy",)}, "Did you mean 'accuracy'"),
         ("classifier", {"task": "sst2", "folder": "GLUE", "recall_lengths": (64,)}, "^recall_lengths: are for"),
@@ -338,7 +345,10 @@ def test_wrong_input_is_an_error_before_anything_is_written(
         "RUN": folder / "run0",
         "CLASSIFIER": folder / "classifier",
         "HERE": folder,
+        "COLORS": folder / "colors.csv",
     }
+    rows = [f"{text},{label}" for text in sample_text().splitlines()[:10] for label in ("red", "green", "blue")]
+    paths["COLORS"].write_text("\n".join(["text,label", *rows]), encoding="utf-8")
 
     def resolved(value: Any) -> Any:
         if isinstance(value, tuple):
