@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..utils.options import OptionError, check_argument
 from .files import import_datasets
-from .text import cut_blocks, ended_documents, special_tokens, token_passages, tokenize
+from .text import check_length, cut_blocks, ended_documents, special_tokens, token_passages, tokenize
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,12 +27,11 @@ BATCH_SIZE = 1000
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids (and `token_type_ids` and `labels` where there are any) with the numbers of truncated rows, and of
-    tokens left out: cut off these rows, or after the last full block."""
+    """Token ids (and `token_type_ids` and `labels` where there are any), and what of the text is not among them."""
 
     dataset: Dataset
-    truncated: int = 0
-    dropped: int = 0
+    truncated: int = 0  # rows that were cut
+    dropped: int | None = 0  # tokens that were cut off these rows, or fill no block; None: they are not counted
 
 
 def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int) -> Encoded:
@@ -47,8 +45,7 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
             special ones.
     """
     special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
-    if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
-        raise OptionError("data.max_length", f"{max_length!r} leaves no room for text beside {special} special tokens.")
+    check_length(max_length, special, least=special + len(columns))
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         texts = [batch[name] for name in columns]
@@ -92,7 +89,8 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, max_length
     one. Empty rows add nothing, not even the end token. Raises as `encode_pairs`, and where there is nothing to
     predict.
     """
-    check_argument("max_length", max_length, int, least=2)
+    before = special_tokens(tokenizer, filter(None, dataset[text_column]))[0]
+    check_length(max_length, len(before), least=max(len(before) + 1, 2))  # a token, and one that it predicts
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         return {"input_ids": ended_documents(tokenizer, batch[text_column], rows)}
@@ -100,7 +98,6 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, max_length
     encoded = _map(dataset, tokenizer, encode, [text_column])
     parts = [table["input_ids"].combine_chunks().flatten() for table in encoded.with_format("arrow").iter(BATCH_SIZE)]
     tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
-    before = special_tokens(tokenizer, filter(None, dataset[text_column]))[0] if len(tokens) else []
     blocks = cut_blocks(tokens, before, max_length)
     if blocks.shape[1] < 2:
         raise ValueError(f"{len(tokens)} tokens leave nothing to predict. Give more text.")
@@ -109,13 +106,16 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, max_length
 
 
 def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
-    """Cut a text column into the passages of `token_passages`. Raises as `text.encode_text`."""
+    """Cut a text column into the passages of `token_passages`. Raises as `encode_pairs`.
+
+    The ends of documents that are left out are not counted.
+    """
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}
 
     encoded = _map(dataset, tokenizer, encode, [text_column])
-    return Encoded(encoded)
+    return Encoded(encoded, dropped=None)
 
 
 def row_lengths(dataset: Dataset, column: str = "input_ids") -> list[int]:

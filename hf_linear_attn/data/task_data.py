@@ -452,11 +452,12 @@ def _facts(train: Encoded, held_out: Mapping[str, Dataset]) -> dict[str, int]:
     """Return the numbers of rows and tokens, and how many of the held-out rows are among those to train on."""
     trained = set(_row_hashes(train.dataset))
     repeated = sum(row in trained for row in chain.from_iterable(map(_row_hashes, held_out.values())))
+    dropped = {} if train.dropped is None else {"train_dropped_tokens": train.dropped}
     return {
         "train_rows": len(train.dataset),
         "train_tokens": sum(row_lengths(train.dataset)),
         "train_truncated": train.truncated,
-        "train_dropped_tokens": train.dropped,
+        **dropped,
         **{f"{split}_rows": len(rows) for split, rows in held_out.items()},
         "validation_repeated": repeated,
     }

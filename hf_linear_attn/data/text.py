@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from ..utils.options import OptionError
 from .files import shortened
 
 if TYPE_CHECKING:
@@ -146,7 +147,9 @@ def token_passages(tokenizer: Any, documents: Sequence[str], length: int) -> lis
     it is a complete document.
     """
     before, after = special_tokens(tokenizer, documents)
-    capacity = length - len(before) - len(after)
+    special = len(before) + len(after)
+    check_length(length, special, least=special + 1)
+    capacity = length - special
     shortest = max(length // 4, 8)
     passages: list[list[int]] = []
     for document in documents:
@@ -154,6 +157,13 @@ def token_passages(tokenizer: Any, documents: Sequence[str], length: int) -> lis
         pieces = [[*before, *ids[start : start + capacity], *after] for start in range(0, len(ids), capacity)]
         passages += [piece for piece in pieces if len(piece) >= shortest or len(pieces) == 1]
     return passages
+
+
+def check_length(length: int, special: int, least: int) -> None:
+    """Raise an OptionError unless rows of so many tokens have room for text beside their special tokens."""
+    if not isinstance(length, int) or length < least:
+        beside = f" beside {special} special token{'s' if special > 1 else ''}" if special else ""
+        raise OptionError("data.max_length", f"{length!r} leaves no room for text{beside}. Give {least} or more.")
 
 
 def evenly_spread(rows: Sequence[T], count: int) -> list[T]:

@@ -98,7 +98,7 @@ def test_a_row_that_the_tokenizer_cannot_read_is_named():
 @pytest.mark.parametrize(
     ("changes", "columns", "length", "message"),
     [
-        ({}, ["first", "second"], 4, "data.max_length: 4 leaves no room for text beside 3 special tokens"),
+        ({}, ["first", "second"], 4, "data.max_length: 4 leaves no .* beside 3 special tokens. Give 5 or more"),
         ({}, ["first"], 2.5, "data.max_length: 2.5 leaves no room"),
         ({"first": ["a", None, "b"]}, ["first"], 8, "The tokenizer cannot read None in row 1"),
     ],
@@ -155,8 +155,14 @@ def test_blocks_that_cannot_be_made_are_errors():
     short, empty = (datasets.Dataset.from_dict({"text": [text]}) for text in ("alpha", " "))
     with pytest.raises(ValueError, match="0 tokens leave nothing to predict"):
         encode_blocks(empty, tokenizer(), "text", 8)
-    with pytest.raises(ValueError, match="at least 2, got 1"):
+    with pytest.raises(ValueError, match=r"data.max_length: 1 leaves no .* beside 1 special token\. Give 2 or more"):
         encode_blocks(short, tokenizer(), "text", 1)
+
+
+def test_passages_without_room_for_text_are_errors():
+    rows = datasets.Dataset.from_dict({"text": ["alpha"]})
+    with pytest.raises(ValueError, match=r"data.max_length: 2 leaves no .* beside 2 special tokens\. Give 3 or more"):
+        encode_passages(rows, tokenizer(), "text", 2)
 
 
 def test_too_little_text_for_a_block_is_a_shorter_one():
@@ -177,14 +183,22 @@ def test_targets_are_the_tokens_of_the_other_column():
     assert (len(encoded.dataset["input_ids"][0]), encoded.truncated, encoded.dropped) == (4, 1, whole - 4)
 
 
-def test_passages_lose_nothing():
+def test_passages_are_pieces_of_documents():
     tok = tokenizer()
     rows = datasets.Dataset.from_dict({"text": ["alpha beta gamma " * 6, "one"], "n": [1, 2]})
     encoded = encode_passages(rows, tok, "text", 11)
     expected = [tok("alpha beta gamma " * 3)["input_ids"]] * 2 + [tok("one")["input_ids"]]
     assert encoded.dataset["input_ids"][:] == expected
-    assert (len(encoded.dataset), encoded.truncated, encoded.dropped) == (3, 0, 0)
+    assert (len(encoded.dataset), encoded.truncated) == (3, 0)
     assert encoded.dataset.column_names == ["input_ids"]
+
+
+def test_ends_that_passages_leave_out_are_not_counted():
+    tok = tokenizer()
+    rows = datasets.Dataset.from_dict({"text": ["alpha beta gamma " * 3 + "one"]})
+    encoded = encode_passages(rows, tok, "text", 11)
+    assert encoded.dataset["input_ids"][:] == [tok("alpha beta gamma " * 3)["input_ids"]]
+    assert encoded.dropped is None
 
 
 def test_empty_rows_change_nothing():
