@@ -221,7 +221,7 @@ def measure_quality(
             measured.append([Measured.of(record, label) for record in records.values()])
             for name, metric in evaluated.metrics.items():
                 number = records[name].numbers.get(metric.score.metric)
-                texts[name] += [] if number is None else [fixed(number, metric.score.digits)]
+                texts[name].append("–" if number is None else fixed(number, metric.score.digits))
             if variant.is_linear:
                 linear[label] = variant.load
         results = [f"{evaluated.metrics[name].score.title} " + " → ".join(part) for name, part in texts.items()]

@@ -75,7 +75,7 @@ def row_limit(
     limit = min(value for value in (*limits, DEFAULT_MAX_LENGTH + 1) if value is not None)
     if limit > DEFAULT_MAX_LENGTH:
         return DEFAULT_MAX_LENGTH, "the default; set --data.max_length for longer rows"
-    return limit, "the model's limit; --max_length extends learned positions"
+    return limit, "the model's limit; patch, convert and finetune add positions with --max_length"
 
 
 def with_limits(kind: Kind, data: DataConfig, *, quick: bool = False) -> DataConfig:
@@ -177,7 +177,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
     """Return the error for a checkpoint without a head for its task."""
-    remedy = "Give a fine-tuned model, or fine-tune it first: --teacher.num_train_epochs 3."
+    how = "the verb finetune, or convert with --teacher.num_train_epochs 3"
+    remedy = f"Give a fine-tuned model, or fine-tune it first ({how})."
     return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy} {UNLABELLED}")
 
 
@@ -267,6 +268,6 @@ def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) 
         limit = config.max_length
     if limit is not None and data.longest > limit:
         problem = f"The longest row has {data.longest} tokens, and {type(model).__name__} has positions for {limit}"
-        remedy = f"Truncate the rows (--data.max_length {limit}), or add positions (--max_length {data.longest})."
-        raise ValueError(f"{problem}. {remedy}")
+        remedy = f"Truncate the rows (--data.max_length {limit}), or add positions"
+        raise ValueError(f"{problem}. {remedy} (patch, convert or finetune with --max_length {data.longest}).")
     return model

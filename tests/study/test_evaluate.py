@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import hf_linear_attn as hla
 from hf_linear_attn import Evaluation, evaluate
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.measure.fidelity import measure_fidelity
+from hf_linear_attn.measure.metric import Metric, Score
 from hf_linear_attn.study.checkpoint_groups import CheckpointGroup
 from hf_linear_attn.study.evaluate import measure_quality
 from hf_linear_attn.study.evaluated_model import load_evaluated_model
@@ -23,6 +25,7 @@ from hf_linear_attn.study.models import weights_fingerprint
 from hf_linear_attn.study.options import EvaluateConfig, SpeedConfig, with_options
 from hf_linear_attn.study.study import RECORDS_FILE, Records, open_study
 from hf_linear_attn.study.variants import MechanismStages, timed_variants
+from hf_linear_attn.utils.progress import Progress
 from tests.tiny_models import GPT2, tiny_model
 from tests.tiny_text import TOKENS, sample_text, tiny_tokenizer
 
@@ -129,6 +132,35 @@ def test_fidelity_is_measured_on_rows_of_all_lengths(folder: Path, monkeypatch: 
     (fidelity,) = [one.values["tokens"] for one in measured if one.measurement == "fidelity"]
     tokens = [int(batch["attention_mask"].sum()) for batch in held_out_batches(evaluated.data)]
     assert fidelity == sum(tokens[index * len(tokens) // 4] for index in range(4)) != sum(tokens[:4])
+
+
+class Undefined(Metric):
+    """A score that no model has."""
+
+    score = Score("undefined", "undefined", "undefined score")
+
+    def __call__(self, model: Any) -> Mapping[str, Any]:
+        return {"undefined": None}
+
+
+class Lines(Progress):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        self.logged: list[str] = []
+
+    def log(self, message: str) -> None:
+        self.logged.append(message)
+
+
+def test_a_score_that_is_not_defined_has_a_place_in_its_line(folder: Path) -> None:
+    data = DataConfig(dataset=str(folder / "text.txt"), max_length=32)
+    evaluated = load_evaluated_model(str(folder / "bert"), EvaluateConfig(data=data, quick=True))
+    evaluated, lines = replace(evaluated, metrics={"undefined": Undefined()}), Lines()
+    with open_study(None, "test", {}, progress=lines) as study:
+        stages = MechanismStages(evaluated, study, "hedgehog", 0, 1)
+        measure_quality(study, evaluated, [stages.variants(is_first=True)])
+    assert lines.logged[-1] == "hedgehog: undefined score – → –"
 
 
 def test_a_loaded_model_without_a_head_is_told_so(folder: Path) -> None:

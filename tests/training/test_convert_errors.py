@@ -30,7 +30,9 @@ def test_a_missing_head_is_told_after_a_missing_file_and_a_missing_column(folder
         convert(convert_config(paths[0], folder / "none.csv", paths[2], **changes), console=quiet())
     with pytest.raises(ValueError, match="no column 'sentences'"):
         convert(convert_config(*paths, **changes, data__text_columns=["sentences"]), console=quiet())
-    with pytest.raises(ValueError, match=r"no head for this task \(it is a BertModel\).*--teacher.num_train_epochs 3"):
+    with pytest.raises(
+        ValueError, match=r"no head for this task \(it is a BertModel\).*convert with --teacher.num_train_epochs 3"
+    ):
         convert(convert_config(*paths, **changes), console=quiet())
 
 

@@ -91,7 +91,7 @@ def test_a_model_that_takes_more_stays_as_it_is(folder: Path, tmp_path: Path) ->
 
 def test_rows_without_positions_are_an_error_before_training(folder: Path, tmp_path: Path) -> None:
     config = finetune_config(folder / "encoder", folder / "task", tmp_path / "out", data__max_length=LONG)
-    with pytest.raises(ValueError, match=r"longest row has 1\d\d tokens, .* has positions for 96\. "):
+    with pytest.raises(ValueError, match=r"longest row has 1\d\d tokens, .* has positions for 96\. .*finetune"):
         finetune(config, console=quiet())
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 
@@ -104,8 +104,11 @@ def test_what_is_cut_is_said(folder: Path, tmp_path: Path) -> None:
     )
     facts = finetune(config, console=Console(file=screen, width=400)).data
     share = 100 * facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + 32 * 96)
-    expected = "32 of 32 training rows are cut to 96 tokens (the model's limit; --max_length extends learned positions)"
-    assert f"{expected}; they lose {share:.1f} % of all tokens." in screen.getvalue()
+    limit = "the model's limit; patch, convert and finetune add positions with --max_length"
+    assert (
+        f"32 of 32 training rows are cut to 96 tokens ({limit}); they lose {share:.1f} % of all tokens."
+        in screen.getvalue()
+    )
     assert 5 < share < 20
     assert "7 of 8 held-out rows are in the training data, too: their scores" in screen.getvalue()
 
