@@ -40,8 +40,8 @@ class Labels:
 
     problem: Problem
     names: tuple[str, ...] | None = None  # of the outputs in order; None for scores
-    #: The output of each class, in the order of the data: of a task its own one, else that of numbers or the alphabet.
-    order: tuple[int, ...] = ()
+    #: `outputs[i]` is that of class i of the data, in their own order: a task's, or that of numbers or the alphabet.
+    outputs: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # what was assumed, one sentence each
 
     def answers(self, logits: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ class Labels:
         answers = np.asarray(answers)
         if self.problem != "single_label_classification":
             return answers
-        others = sorted({*range(len(self.names or ()))} - {*self.order})
-        places = np.argsort([*self.order, *others])
+        others = sorted({*range(len(self.names or ()))} - {*self.outputs})
+        places = np.argsort([*self.outputs, *others])
         return np.where(answers < 0, answers, places[answers])
 
 
@@ -156,15 +156,15 @@ class _Column:
             if len(classes) < len(entries):
                 raise self.error(row, "with a label twice: list those of the row, or give each a column of 0 and 1")
             names |= classes
-        return in_order(names)
+        return sorted_classes(names)
 
-    def numbered(self, outputs: dict[str, int]) -> Iterator[list[int]]:
+    def numbered(self, output_of: dict[str, int]) -> Iterator[list[int]]:
         """Yield the outputs of the classes of each row."""
         for row, value in enumerate(self.values):
             names = [class_name(entry) for entry in _entries(value)]
-            if not outputs.keys() >= {*names}:
-                raise self.error(row, f"which does not occur in the training data ({', '.join(outputs)})")
-            yield [outputs[name] for name in names]
+            if not output_of.keys() >= {*names}:
+                raise self.error(row, f"which does not occur in the training data ({', '.join(output_of)})")
+            yield [output_of[name] for name in names]
 
 
 def encode_labels(source: Source, columns: Sequence[str], head: Head | None = None) -> tuple[DatasetDict, Labels]:
@@ -199,11 +199,11 @@ def encode_labels(source: Source, columns: Sequence[str], head: Head | None = No
         labels = Labels(problem, tuple(classes), tuple(range(len(classes))))
     else:
         every = (column.classes() for column in read.values())
-        classes = declared or in_order({*chain.from_iterable(every)})
+        classes = declared or sorted_classes({*chain.from_iterable(every)})
         labels = head.labels(classes, problem)
-    outputs = dict(zip(classes, labels.order, strict=True))
+    output_of = dict(zip(classes, labels.outputs, strict=True))
     names = list(labels.names or ())
-    numbers = {split: [*column.numbered(outputs)] for split, column in read.items()}
+    numbers = {split: [*column.numbered(output_of)] for split, column in read.items()}
     if problem == "single_label_classification":
         chosen: dict[str, list[Any]] = {split: [row[0] for row in rows] for split, rows in numbers.items()}
         return _replaced(splits, columns, chosen, datasets.ClassLabel(names=names)), labels
@@ -286,7 +286,7 @@ def _indicators(chosen: Sequence[int], width: int) -> list[float]:
     return [float(index in chosen) for index in range(width)]
 
 
-def in_order(names: set[str]) -> list[str]:
+def sorted_classes(names: set[str]) -> list[str]:
     """Return names of classes in order: of numbers, or else of the alphabet."""
     if all(map(_CLASS_NUMBER.fullmatch, names)):
         return sorted(names, key=lambda name: int(name.removeprefix("LABEL_")))

@@ -70,7 +70,7 @@ class TaskData:
     row_summary: str  # how rows were made
     name: str  # what reports call the data (see `data_name`)
     notes: tuple[str, ...] = ()  # what was assumed to read the data, one sentence each
-    labelled: Labels | None = None  # of a classification task
+    labels: Labels | None = None  # of a classification task
     metric_names: tuple[str, ...] = ()  # all metrics of a classification task, the one that decides first
 
     @property
@@ -116,13 +116,13 @@ class TaskData:
     @property
     def config_changes(self) -> dict[str, Any]:
         """What a head needs in the model's config."""
-        if self.labelled is None:
+        if self.labels is None:
             return {}
         pad = self.tokenizer.pad_token_id
-        changes = {"problem_type": self.labelled.problem, **({} if pad is None else {"pad_token_id": pad})}
-        if self.labelled.names is None:  # scores
+        changes = {"problem_type": self.labels.problem, **({} if pad is None else {"pad_token_id": pad})}
+        if self.labels.names is None:  # scores
             return {"num_labels": 1, **changes}
-        names = dict(enumerate(self.labelled.names))
+        names = dict(enumerate(self.labels.names))
         return {"id2label": names, "label2id": {label: index for index, label in names.items()}, **changes}
 
     def inputs(self, rows: Dataset) -> Dataset:
@@ -152,19 +152,19 @@ class TaskData:
             "eval_dataset": next(iter(self.held_out.values())) if single else dict(self.held_out),
             "data_collator": self.collator,
             "processing_class": self.tokenizer,
-            "compute_metrics": None if self.labelled is None else self.compute_metrics,
+            "compute_metrics": None if self.labels is None else self.compute_metrics,
             "preprocess_logits_for_metrics": self.reduce_logits,
         }
 
     def reduce_logits(self, logits: Any, labels: Tensor) -> Tensor:
         """Return what the head answers (see `Labels.answers`) for logits, or the first of a tuple of outputs."""
         logits = logits[0] if isinstance(logits, tuple) else logits
-        return logits if self.labelled is None else self.labelled.answers(logits)
+        return logits if self.labels is None else self.labels.answers(logits)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the metrics of a held-out set of a classification task."""
-        assert self.labelled is not None
-        answers = (self.labelled.in_order(values) for values in (prediction.predictions, prediction.label_ids))
+        assert self.labels is not None
+        answers = (self.labels.in_order(values) for values in (prediction.predictions, prediction.label_ids))
         return compute_metrics(self.metric_names, *answers)
 
     def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -293,7 +293,7 @@ def load_task_data(
         row_summary=form.summary,
         name=name,
         notes=source.notes,
-        labelled=form.labels,
+        labels=form.labels,
         metric_names=form.metric_names,
     )
 
@@ -312,7 +312,7 @@ def _labelled_examples(tokenizer: Any, data: DataConfig, head: PreTrainedConfig 
     # An unknown name, or a metric for other labels, is an error now, and not after the first pass over the data.
     check_metrics(names, labels.problem)
     if labels.problem == "single_label_classification":
-        compute_metrics(names, *[range(len(labels.order))] * 2)
+        compute_metrics(names, *[range(len(labels.outputs))] * 2)
     encode = partial(encode_pairs, columns=columns)
     return source, RowFormat(encode, DataCollatorWithPadding(tokenizer), labels=labels, metric_names=names)
 

@@ -33,12 +33,12 @@ class Classification(Metric):
     """
 
     def __init__(self, batches: Mapping[str, Sequence[Batch]], names: Sequence[str], labels: Labels) -> None:
-        self.batches, self.names, self.kind = batches, tuple(names), labels
+        self.batches, self.names, self.labels = batches, tuple(names), labels
         every = {name: torch.cat([batch["labels"] for batch in part]) for name, part in batches.items()}
-        self.labels = {name: labels.in_order(part) for name, part in every.items()}
+        self.expected = {name: labels.in_order(part) for name, part in every.items()}
         first, metric = next(iter(batches)), self.names[0]
         name = f"{first}_{metric}" if first else metric
-        constant = constant_answer_score(metric, self.labels[first]) if metric in METRICS else None
+        constant = constant_answer_score(metric, self.expected[first]) if metric in METRICS else None
         better = higher_is_better(metric)
         self.score = Score("task", name, name, greater_is_better=better, constant_answer=constant)
 
@@ -47,8 +47,8 @@ class Classification(Metric):
         values: dict[str, Any] = {}
         rows = longest = 0
         for name, batches in self.batches.items():
-            answers = self.kind.in_order(self.kind.answers(classifier_logits(model, batches)))
-            scores = compute_metrics(self.names, answers, self.labels[name])
+            answers = self.labels.in_order(self.labels.answers(classifier_logits(model, batches)))
+            scores = compute_metrics(self.names, answers, self.expected[name])
             for metric, score in scores.items():
                 key = f"{name}_{metric}" if name else metric
                 values[key] = score

@@ -88,8 +88,8 @@ def _labelled_tokens(data: TaskData, exact: PreTrainedModel) -> Metric:
 
 def _answers(data: TaskData, exact: PreTrainedModel) -> Metric:
     batches = {name: in_batches([*rows], data.collator) for name, rows in data.held_out.items()}
-    assert data.labelled is not None
-    return Classification(batches, data.metric_names, data.labelled)
+    assert data.labels is not None
+    return Classification(batches, data.metric_names, data.labels)
 
 
 def _embeddings(data: TaskData, exact: PreTrainedModel) -> Metric:

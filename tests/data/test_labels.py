@@ -109,7 +109,7 @@ def test_what_is_assumed_of_a_head_is_told():
 
 def test_a_class_label_is_matched_by_its_names():
     numbers, result = encoded([0, 1, 1], head(ORDER), feature=ClassLabel(names=["neg", "pos"]))
-    assert (numbers, result.names, result.order) == ([1, 0, 0], ("pos", "neg", "so-so"), (1, 0))
+    assert (numbers, result.names, result.outputs) == ([1, 0, 0], ("pos", "neg", "so-so"), (1, 0))
     several = Sequence(ClassLabel(names=["neg", "pos"]))
     assert encoded([[0], [0, 1]], head(ORDER, "multi_label_classification"), feature=several)[0] == [
         [0, 1, 0],

@@ -36,7 +36,7 @@ from tests.tiny_text import sample_text
 def task_data(task_type: str, labels: Labels | None = None, metric_names: tuple[str, ...] = ()) -> TaskData:
     rows = Dataset.from_dict({"input_ids": [[5, 6], [7]]})
     made = {"train": rows, "held_out": {"": rows}, "facts": {}, "longest": 2, "row_summary": "made", "name": "memory"}
-    return TaskData(task_type, tokenizer(), collate_blocks, **made, labelled=labels, metric_names=metric_names)
+    return TaskData(task_type, tokenizer(), collate_blocks, **made, labels=labels, metric_names=metric_names)
 
 
 def test_blocks_predict_every_next_token():
@@ -134,9 +134,9 @@ def test_metrics_and_heads_for_other_labels_are_refused(tmp_path):
         load("classes.csv", "accuracy", "f1")
     with pytest.raises(ValueError, match=r"trained with classes \(LABEL_0, LABEL_1, LABEL_2\); the data has scores"):
         load("scores.csv", head=BertConfig(num_labels=3))
-    assert load("scores.csv", head=BertConfig(num_labels=1)).labelled.names is None
+    assert load("scores.csv", head=BertConfig(num_labels=1)).labels.names is None
     assert (
-        load("classes.csv", head=BertConfig(num_labels=1)).labelled.problem == "regression"
+        load("classes.csv", head=BertConfig(num_labels=1)).labels.problem == "regression"
     )  # whole numbers are scores, too
 
 

@@ -42,7 +42,7 @@ def test_the_classes_of_a_metric_are_those_of_the_data_whatever_the_outputs_of_t
     model = copy.deepcopy(tiny_model("bert", BertForSequenceClassification))
     model.classifier.weight.data += torch.randn(model.classifier.weight.shape)
     ids = torch.randint(4, VOCABULARY, (16, 9))
-    swapped = Labels("single_label_classification", ("yes", "no"), order=(1, 0))  # the data says no, yes
+    swapped = Labels("single_label_classification", ("yes", "no"), outputs=(1, 0))  # the data says no, yes
     labels = torch.tensor([0, 1, 1, 1] * 4)
     metric = Classification({"": [{"input_ids": ids, "labels": labels}]}, ["f1", "accuracy"], swapped)
     with torch.no_grad():
