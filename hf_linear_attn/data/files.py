@@ -149,12 +149,13 @@ def load_source(
     if len(renamed) < len(splits):
         raise ValueError(f"{source!r} has several validation splits: {', '.join(splits)}. Save it with one of them.")
     if "train" not in renamed:
-        raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, splits))}.")
+        problem = f"{source!r} has no split 'train', only {', '.join(map(repr, splits))}"
+        raise ValueError(f"{problem}. Save it with one of this name.")
     for name in [name for name in renamed if name != "train" and not name.startswith("validation")]:
         renamed.pop(name)  # nothing is done with them, and test splits may have no labels
     empty = [name for name, split in renamed.items() if not len(split)]
     if empty:
-        raise ValueError(f"{source!r} has no rows in {', '.join(empty)}.")
+        raise ValueError(f"{source!r} has no rows in {', '.join(empty)}. Add some, or save it without empty splits.")
     return Source(renamed, tuple(notes), repr(source), files)
 
 

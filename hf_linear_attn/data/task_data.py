@@ -358,8 +358,11 @@ def load_splits(data: DataConfig, columns: Sequence[str]) -> Source:
     return replace(source, splits=hold_out(source.splits, data.validation_size))
 
 
-def load_columns(data: DataConfig, columns: Sequence[str], documents: Sequence[str] | None = None) -> Source:
-    """Load those columns of the splits that a data set has, and check that those of text are text."""
+def load_columns(
+    data: DataConfig, texts: Sequence[str], documents: Sequence[str] | None = None, labels: Sequence[str] = ()
+) -> Source:
+    """Load columns of texts and of labels from the splits that a data set has, and check that the texts are text."""
+    columns = [*texts, *labels]
     datasets = import_datasets()
     if data.dataset == PYTHON_DOCUMENTATION:
         documents = standard_library_documents()
@@ -370,12 +373,12 @@ def load_columns(data: DataConfig, columns: Sequence[str], documents: Sequence[s
     else:
         hub = {"config": data.dataset_config, "revision": data.revision}
         source = load_source(data.dataset, **hub, split_by=data.documents, quoting=data.quoting)
-    check_columns(source.splits, columns, data.label_column)
-    check_text(source, [name for name in columns if name in data.text_columns])
+    check_columns(source.splits, columns, labels)
+    check_text(source, texts)
     notes = source.notes
     if unused := [name for name in source.splits["train"].column_names if name not in columns]:
         notes = (*notes, f"Columns that are not used: {', '.join(unused)}.")
-    return replace(source, splits=source.splits.select_columns(list(columns)), notes=notes)
+    return replace(source, splits=source.splits.select_columns(columns), notes=notes)
 
 
 def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
@@ -422,6 +425,11 @@ def load_labelled(
     metrics = tuple[str, ...]()
     if data.task is not None:
         for name in ("text_columns", "label_column"):
+def input_columns(data: DataConfig) -> tuple[str, ...]:
+    """Return the columns of text: of a task its own, else those that are named."""
+    return data.text_columns if data.task is None else TASKS.get(data.task).columns
+
+
             if vars(data)[name] != default_of(DataConfig, name):
                 raise OptionError(f"data.{name}", f"is for your own data: {data.task!r} has its columns. Leave it out.")
         task = TASKS.get(data.task)
@@ -432,7 +440,7 @@ def load_labelled(
             raise OptionError("data.text_columns", "cannot be 'label', the column of the labels. Rename it.")
         if shared := [name for name in label_columns if name in columns]:
             raise OptionError("data.label_column", f"{shared[0]!r} is a column of text. Name that of the labels.")
-    source = load_columns(data, (*columns, *label_columns))
+    source = load_columns(data, columns, labels=label_columns)
     splits, labels = encode_labels(source, label_columns, None if head is None else Head.of(head))
     return (
         replace(source, splits=splits, notes=(*source.notes, *labels.notes)),

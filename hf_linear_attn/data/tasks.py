@@ -105,11 +105,13 @@ def _find_files(folders: Sequence[Path], layouts: Sequence[FileLayout]) -> tuple
                 continue
             if len(files) == 1:
                 names = chain.from_iterable(names for split, names in layout.files.items() if split != "train")
-                raise FileNotFoundError(f"{str(folder)!r} has a training file but none of {', '.join(names)}.")
+                problem = f"{str(folder)!r} has a training file but none of {', '.join(names)}"
+                raise FileNotFoundError(f"{problem}. Put the validation file beside it.")
             return layout, files
     tried = [str(folder / layout.files["train"][0]) for folder, layout in product(folders, layouts)]
     packed = " or ".join(COMPRESSIONS)
-    raise FileNotFoundError(f"None of these files exists: {', '.join(dict.fromkeys(tried))}; nor as {packed}.")
+    listed = ", ".join(dict.fromkeys(tried))
+    raise FileNotFoundError(f"None of these files exists: {listed}; nor as {packed}. Check --data.folder.")
 
 
 def _first_file(folder: Path, names: Names) -> Path | None:
@@ -124,21 +126,22 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> Dataset:
     columns = dict(zip((*task.columns, "label"), (*(layout.text or task.columns), layout.label), strict=True))
     missing = [column for column in columns.values() if column not in rows.column_names]
     if missing:
-        raise ValueError(f"{path}: there is no {', '.join(missing)}; found {', '.join(rows.column_names)}.")
-    source = Source(rows, files={"": path})
+        problem = f"{path}: there is no {', '.join(missing)}; found {', '.join(rows.column_names)}"
+        raise ValueError(f"{problem}. Give the file as GLUE has it, or your own data with --data.dataset.")
+    source = Source(datasets.DatasetDict(train=rows), files={"train": path})
     texts = {name: rows[column][:] for name, column in columns.items()}
     for name in task.columns:
         for row, text in enumerate(texts[name]):
             if not isinstance(text, str) or not text.strip():
-                raise source.cell_error("", row, columns[name], text, "which is no text. Remove the row.")
+                raise source.cell_error("train", row, columns[name], text, "which is no text. Remove the row.")
     kind = datasets.Value("float32") if task.labels is None else datasets.ClassLabel(names=list(task.labels))
     for row, value in enumerate(texts["label"]):
         try:
             texts["label"][row] = _label(value, task.labels)
-        except ValueError:
+        except (ValueError, TypeError):
             known = "a score" if task.labels is None else f"one of {', '.join(task.labels)} or its number"
             problem = f"and the task {task.name!r} has {known}. Correct the row or remove it."
-            raise source.cell_error("", row, layout.label, value, problem) from None
+            raise source.cell_error("train", row, layout.label, value, problem) from None
     features = datasets.Features({**{name: datasets.Value("string") for name in task.columns}, "label": kind})
     return datasets.Dataset.from_dict(texts, features)
 

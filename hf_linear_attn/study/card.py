@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.utils import CONFIG_NAME
 
+from ..data.task_data import input_columns
 from ..data.tasks import TASKS
 from ..measure.assessment import assess
 from ..measure.metric import is_shown
@@ -313,8 +314,7 @@ def model_card(config: TrainingRunConfig, result: ConversionResult) -> str:
         where = f"{hardware.get('device')} ({hardware.get('cpu')})"
         speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
     kind = kind_of(config)
-    columns = TASKS.get(config.data.task).columns if config.data.task else config.data.text_columns
-    is_pair = kind.task_type == "classification" and len(columns) == 2
+    is_pair = kind.task_type == "classification" and len(input_columns(config.data)) == 2
     text = PAIR_EXAMPLE if is_pair else kind.example
     use = USE.format(auto_class=kind.auto_class, call=kind.call(text), pipeline=", pipeline" if kind.pipeline else "")
     settings = yaml.safe_dump(

@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoints import copy_companions
 from ..data.encoding import row_lengths
-from ..data.task_data import TaskData, load_splits, load_task_data
+from ..data.task_data import TaskData, input_columns, load_splits, load_task_data
 from ..measure.embedding import EmbeddingCosine
 from ..measure.metric import Metric
 from ..measure.recall import RecallMetric
@@ -129,7 +129,7 @@ class TrainingRun(RunFolder):
         folder = self.folder / "tokenizer"
         self.prepare_folder()
         if self.is_main_process and not folder.exists():
-            columns = config.data.text_columns
+            columns = input_columns(config.data)
             with self.progress.working("training a tokenizer"):
                 rows = load_splits(config.data, columns).splits["train"]
                 texts = chain.from_iterable(rows[column] for column in columns)

@@ -140,6 +140,10 @@ def test_bad_rows_are_errors(name, text, message, tmp_path):
     [
         ('{"label": 1, "text": null}', "row 1 (the first is 0): the column 'text' has None, which is no"),
         ('{"label": 2, "text": "a"}', "the column 'label' has 2, and the task 'imdb' has one of neg, pos"),
+        (
+            '{"label": null, "text": "a"}',
+            "train.jsonl, row 1 (the first is 0): the column 'label' has None, and the task",
+        ),
         ('{"label": 1', "train.jsonl' cannot be read"),
     ],
 )

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.study.conversion_result import ConversionResult
 from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.study.stages import TrainingRun
 from hf_linear_attn.study.study import check_study
+from hf_linear_attn.training.options import FinetuneConfig
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, weights
 
 
@@ -67,6 +70,18 @@ def test_bad_options_are_errors_before_training(
     with pytest.raises(error, match=message):
         convert(config, console=quiet())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_is_trained_on_the_text_of_a_task(tmp_path: Path) -> None:
+    (tmp_path / "sst2").mkdir()
+    rows = [f"{color} {number}\t{label}" for label, color in enumerate(("red", "blue")) for number in range(8)]
+    for name in ("train.tsv", "dev.tsv"):
+        (tmp_path / "sst2" / name).write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")
+    data = DataConfig(task="sst2", folder=str(tmp_path / "sst2"), max_length=16)
+    config = FinetuneConfig(model_type="bert", train_tokenizer=260, data=data, output=str(tmp_path / "out"))
+    run = TrainingRun(config.completed("classification"), "finetune", quiet())
+    run.load_data()
+    assert len(run.data.tokenizer) == 260
 
 
 @pytest.mark.slow
