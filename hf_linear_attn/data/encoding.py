@@ -66,9 +66,9 @@ def encode_pairs(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_l
 
 
 def encode_targets(dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int) -> Encoded:
-    """Encode a column of inputs, and one of what is to be written as `labels`, each cut to `max_length` tokens.
+    """Encode two text columns, each cut to `max_length` tokens: the first as inputs, the second as `labels`.
 
-    Raises as `encode_pairs`.
+    Only inputs count as truncated and dropped. Raises as `encode_pairs`.
     """
     source, target = columns
 

@@ -5,11 +5,14 @@ On its way through `convert` and `evaluate` a text has five shapes:
 1. what a person brings: a file, a folder, a name on the Hub, or documents in memory (`DataConfig`);
 2. columns of text and labels by splits (`files.Source`);
 3. rows of token ids, to train on and held out (`TaskData`);
-4. batches of tensors (`utils.models.Batch`), which the collator of the task makes of rows: of those to train on it is
-   called by a loader of the Trainer or of the attention transfer (in `evaluate` by `EvaluatedModel.training_batches`),
-   of the first ones, for a calibration or a choice, by `TaskData.leading_batches`, and of held-out ones by
-   `measure.metric.in_batches`. A model takes of a batch what its forward pass has arguments for
-   (`utils.models.model_inputs`);
+4. batches of tensors (`utils.models.Batch`), which the collator of the task makes of rows. It is called
+
+   - for a training, by the loader of the Trainer or of the attention transfer (in `evaluate`, by
+     `EvaluatedModel.training_batches`);
+   - for a calibration or a choice, which read the first rows, by `TaskData.leading_batches`;
+   - for a measurement, which reads the held-out rows, by `measure.metric.in_batches`.
+
+   `utils.models.model_inputs` selects what the forward pass of a model has arguments for;
 5. the numbers of a metric (`measure.metric.Numbers`), which a study stores, and a card or a report shows.
 """
 
@@ -104,6 +107,24 @@ class TaskData:
             f"{held_out['sequences']:,} of {held_out['tokens']:,} tokens (longest {held_out['longest']:,}) held out"
         )
         return f"{self.name}: {self.row_summary}; {train}, {measured}"
+
+    def report(self, limit: str) -> list[str]:
+        """Return what the data are, and what a person should know of them, as lines that every verb logs.
+
+        `limit` says what decides the length that rows are cut to.
+        """
+        facts, held_out = self.facts, self.held_out_facts["sequences"]
+        lines, length = [f"Data: {self.summary}", *self.notes], f"{self.longest:,} tokens ({limit})"
+        if truncated := facts["train_truncated"]:
+            lost = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
+            cut = f"{truncated:,} of {facts['train_rows']:,} training rows are cut to {length}"
+            lines.append(f"{cut}; they lose {100 * lost:.1f} % of all tokens.")
+        if truncated := facts["validation_truncated"]:
+            lines.append(f"{truncated:,} of {held_out:,} held-out rows are cut to {length}.")
+        if repeated := facts["validation_repeated"]:
+            repetition = f"{repeated:,} of {held_out:,} held-out rows are in the training data, too"
+            lines.append(f"{repetition}: their scores say little of new inputs.")
+        return lines
 
     def checksum(self) -> int:
         """Return a checksum of all encoded rows, which tells data apart that have as many rows and tokens."""
@@ -236,8 +257,8 @@ def load_task_data(
     documents, each beginning with what the tokenizer puts before a text (see `encode_blocks`); of a `masked-lm` or an
     `embedding` passages of single documents; of a `classification` one row an example, with `labels`; of a `seq2seq-lm`
     one row an example, whose `labels` are the tokens of the second text column. Held out are the validation splits of
-    the data, or else a share of the training rows (see `hold_out`), which depends neither on a seed nor on the task
-    type. `notes` say what was assumed of the data, for a verb to log.
+    the data, or else a share of the training rows, which does not depend on a seed, nor, from ten rows on, on the task
+    type (see `hold_out`). `TaskData.report` says what was assumed of the data.
 
     Args:
         task_type: What the model is for.
@@ -274,9 +295,8 @@ def load_task_data(
     train = encode(splits["train"], partial(_draw, size=data.max_train_samples, seed=seed))
     # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
     draw = partial(_draw, size=data.max_eval_samples, seed=0, in_order=True)
-    held_out = {
-        name: _by_length(encode(split, draw).dataset) for name, split in splits.items() if name.startswith("validation")
-    }
+    encoded = {name: encode(split, draw) for name, split in splits.items() if name.startswith("validation")}
+    held_out = {name: _by_length(part.dataset) for name, part in encoded.items()}
     every, name = (train.dataset, *held_out.values()), data_name(data, documents)
     if any(len(rows) < MIN_ROWS for rows in every):
         counts = f"{len(train.dataset)} rows to train on and {min(map(len, held_out.values()))} held out"
@@ -288,7 +308,7 @@ def load_task_data(
         form.collator,
         train.dataset,
         {_prefix(split, held_out): rows for split, rows in held_out.items()},
-        _facts(train, held_out),
+        _facts(train, encoded),
         longest=max(max(row_lengths(rows)) for rows in every),
         row_summary=form.summary,
         name=name,
@@ -384,9 +404,9 @@ def load_columns(
 def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
     """Return a data set with a share of `train` as the split `validation`, unless it has one.
 
-    It is at least two rows; of less than ten documents, which are running text, the end with that share of the
-    characters, perhaps a single row. The rows depend on nothing but their number: what one command trains on, no other
-    one measures on. A ValueError if no row would be left to train on.
+    It is at least two rows, which depend on nothing but the number of rows: what one command trains on, no other one
+    measures on. But fewer than ten rows of a single column are running text, of which the end with that share of the
+    characters is held out, perhaps as a single row. A ValueError if no row would be left to train on.
     """
     train = splits["train"]
     if len(splits) > 1:
@@ -403,6 +423,11 @@ def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
     chosen = sorted(random.Random(0).sample(range(len(train)), count))
     rest = train.select(sorted({*range(len(train))} - {*chosen}))
     return import_datasets().DatasetDict(train=rest, validation=train.select(chosen))
+
+
+def input_columns(data: DataConfig) -> tuple[str, ...]:
+    """Return the columns of text: of a task its own, else those that are named."""
+    return data.text_columns if data.task is None else TASKS.get(data.task).columns
 
 
 def text_columns(data: DataConfig, *counts: int, wanted: str) -> tuple[str, ...]:
@@ -425,11 +450,6 @@ def load_labelled(
     metrics = tuple[str, ...]()
     if data.task is not None:
         for name in ("text_columns", "label_column"):
-def input_columns(data: DataConfig) -> tuple[str, ...]:
-    """Return the columns of text: of a task its own, else those that are named."""
-    return data.text_columns if data.task is None else TASKS.get(data.task).columns
-
-
             if vars(data)[name] != default_of(DataConfig, name):
                 raise OptionError(f"data.{name}", f"is for your own data: {data.task!r} has its columns. Leave it out.")
         task = TASKS.get(data.task)
@@ -456,18 +476,19 @@ def _by_length(rows: Dataset) -> Dataset:
     return rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
 
 
-def _facts(train: Encoded, held_out: Mapping[str, Dataset]) -> dict[str, int]:
+def _facts(train: Encoded, held_out: Mapping[str, Encoded]) -> dict[str, int]:
     """Return the numbers of rows and tokens, and how many of the held-out rows are among those to train on."""
     trained = set(_row_hashes(train.dataset))
-    repeated = sum(row in trained for row in chain.from_iterable(map(_row_hashes, held_out.values())))
+    hashes = chain.from_iterable(_row_hashes(part.dataset) for part in held_out.values())
     dropped = {} if train.dropped is None else {"train_dropped_tokens": train.dropped}
     return {
         "train_rows": len(train.dataset),
         "train_tokens": sum(row_lengths(train.dataset)),
         "train_truncated": train.truncated,
         **dropped,
-        **{f"{split}_rows": len(rows) for split, rows in held_out.items()},
-        "validation_repeated": repeated,
+        **{f"{split}_rows": len(part.dataset) for split, part in held_out.items()},
+        "validation_truncated": sum(part.truncated for part in held_out.values()),
+        "validation_repeated": sum(row in trained for row in hashes),
     }
 
 

@@ -98,8 +98,8 @@ def evaluate(
     if data is not None and not isinstance(data, (str, Path, DataConfig)):
         data, documents = None, list(data)
     config = with_options(config or EvaluateConfig(), options, data)
-    where: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite}
-    check_study(output, **where)
+    reopening: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite}
+    check_study(output, **reopening)
     for name in config.attention or ():
         check_mechanism(name)
     if config.threads is not None:
@@ -112,11 +112,10 @@ def evaluate(
     settings = completed_settings(config, attentions)
     steps, lengths = settings["steps"], settings["lengths"]
     device = evaluated.model.device
-    with open_study(output, "evaluate", settings, device=device, progress=progress, **where) as study:
+    with open_study(output, "evaluate", settings, device=device, progress=progress, **reopening) as study:
         task_data = evaluated.data
-        progress.log(f"Data: {task_data.summary}")
-        for note in task_data.notes:
-            progress.log(note)
+        for line in task_data.report(evaluated.limit):
+            progress.log(line)
         measured, linear = measure_quality(
             study, evaluated, variants_of(evaluated, study, attentions, config.seeds, steps, groups)
         )
@@ -136,7 +135,7 @@ def evaluate(
         data={"source": task_data.name, "rows": task_data.row_summary, **task_data.held_out_facts, **task_data.facts},
         settings=json_safe(settings),
         environment=environment(device),
-        backend=evaluated.device["backend"],
+        backend=evaluated.hardware["backend"],
         scores=tuple(metric.score for metric in evaluated.metrics.values()),
         measured=tuple(chain.from_iterable(measured)),
         checkpoints={group.label: [Path(folder).name for folder in group.folders] for group in groups},

@@ -54,13 +54,14 @@ class EvaluatedModel:
     data: TaskData
     metrics: Mapping[str, Metric]  # by measurement, the most important first
     fingerprint: str  # a hash of its weights
-    device: Mapping[str, Any]  # with `versions` a part of the conditions of its measurements
+    hardware: Mapping[str, Any]  # with `versions` a part of the conditions of its measurements
     versions: Mapping[str, Any]
     checksum: int  # of the rows
+    limit: str  # what decides the length that rows are cut to
 
     def conditions(self, measurement: str, **parts: Any) -> Conditions:
         """Return the conditions of a measurement of this model, on its device."""
-        surroundings: dict[str, Any] = {"device": self.device, "versions": self.versions, **parts}
+        surroundings: dict[str, Any] = {"device": self.hardware, "versions": self.versions, **parts}
         return Conditions(self.name, self.fingerprint, measurement=measurement, **surroundings)
 
     @property
@@ -80,10 +81,10 @@ class EvaluatedModel:
 
     def cast(self, dtype: str) -> EvaluatedModel:
         """Return a copy in another precision; the same object if that is its own."""
-        if dtype == self.device["dtype"]:
+        if dtype == self.hardware["dtype"]:
             return self
         model: Any = copy.deepcopy(self.model)
-        return replace(self, model=model.to(getattr(torch, dtype)), device={**self.device, "dtype": dtype})
+        return replace(self, model=model.to(getattr(torch, dtype)), hardware={**self.hardware, "dtype": dtype})
 
     @property
     def tokens(self) -> list[int]:
@@ -114,7 +115,7 @@ class EvaluatedModel:
             "layers": len(layers),
             "heads": attention_shape(layers[0], 0, None).num_heads,
             "parameters": self.model.num_parameters(),
-            "dtype": self.device["dtype"],
+            "dtype": self.hardware["dtype"],
             "attention": str(self.model.config._attn_implementation),
             "positions": longest_input(self.model),
         }
@@ -138,7 +139,7 @@ def load_evaluated_model(
     if task_type == "embedding" and documents is None and data_config.dataset is None:
         data_config = replace(data_config, dataset=PYTHON_DOCUMENTATION)
     loading = TrainingRunConfig(model=path, task_type=task_type, data=data_config)
-    length, _ = models.row_limit(loading, tokenizer, loaded)
+    length, limit = models.row_limit(loading, tokenizer, loaded)
     steps = QUICK_STEPS if config.quick else LOADED_STEPS
     data_config = models.with_limits(kind, replace(data_config, max_length=length), quick=config.quick)
     if data_config.max_train_samples is None:
@@ -156,7 +157,8 @@ def load_evaluated_model(
     if loaded is not None and config.device not in ("cpu", str(model.device)):
         remedy = f"Move it with model.to({config.device!r}), and leave this option out"
         raise OptionError("device", f"{config.device!r}, but the loaded model is on {model.device}. {remedy}.")
-    metrics = {(metric := kind.metric(data, model)).score.measurement: metric}
+    metric = kind.metric(data, model)
+    metrics = {metric.score.measurement: metric}
     if config.sts is not None:
         if task_type != "embedding":
             raise OptionError("sts", f"needs an encoder without a head; this is {kind.noun}. Leave it out.")
@@ -171,7 +173,8 @@ def load_evaluated_model(
     name = config.name or (Path(path).name if Path(path).exists() or loaded is not None else path)
     name = name or type(model).__name__
     fingerprint = models.weights_fingerprint(model)
-    return EvaluatedModel(model, kind, name, data, metrics, fingerprint, hardware, machine["versions"], data.checksum())
+    versions, checksum = machine["versions"], data.checksum()
+    return EvaluatedModel(model, kind, name, data, metrics, fingerprint, hardware, versions, checksum, limit)
 
 
 def rows_of_step(longest: int) -> int:

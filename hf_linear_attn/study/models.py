@@ -79,9 +79,10 @@ def row_limit(
 
 
 def with_limits(kind: Kind, data: DataConfig, *, quick: bool = False) -> DataConfig:
-    """Return which data to read, the same for every verb: at most `HELD_OUT_TOKENS` tokens of text are measured on.
+    """Return the options of the data with a limit of the held-out rows, the same for every verb, if they have none.
 
-    Labelled rows are all measured on. `quick` takes a quarter of the text, and at most 256 labelled rows.
+    Labelled rows are all measured on; of other data as many rows as have `HELD_OUT_TOKENS` tokens if none is shorter
+    than `max_length`. `quick` takes at most 256 labelled rows, and a quarter of other data.
     """
     if data.max_eval_samples is not None:
         return data

@@ -94,26 +94,16 @@ class TrainingRun(RunFolder):
     def load_data(self) -> None:
         """Read and encode the data, and say what they are."""
         config, tokenizer = self.config, self._tokenizer()
-        max_length, reason = models.row_limit(config, tokenizer)
+        max_length, limit = models.row_limit(config, tokenizer)
         with self.progress.working(f"reading {config.data.task or config.data.dataset or 'the data'}"):
             with self.process.main_process_first():
-                wanted = models.with_limits(self.kind, replace(config.data, max_length=max_length))
-                data = load_task_data(config.task_type, tokenizer, wanted, config.seed, head=models.head_of(config))
+                data_config = models.with_limits(self.kind, replace(config.data, max_length=max_length))
+                head = models.head_of(config)
+                data = load_task_data(config.task_type, tokenizer, data_config, config.seed, head=head)
             if config.task_type == "classification" and not config.finetunes:
                 models.check_head(config)
-        for note in data.notes:
-            self.progress.log(note)
-        self.progress.log(f"Data: {data.summary}")
-        facts = data.facts
-        if facts["train_truncated"]:
-            share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
-            cut = f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut"
-            lost = f"they lose {100 * share:.1f} % of all tokens."
-            self.progress.log(f"{cut} to {max_length:,} tokens ({reason}); {lost}")
-        if repeated := facts["validation_repeated"]:
-            held_out = data.held_out_facts["sequences"]
-            repetition = f"{repeated:,} of {held_out:,} held-out rows are in the training data, too"
-            self.progress.log(f"{repetition}: their scores say little of new inputs.")
+        for line in data.report(limit):
+            self.progress.log(line)
         if self.budget is not None and self.budget.cost == "cache" and self.budget.length > data.longest:
             notice = f"The budget is for {self.budget.length:,} tokens, and no row has more than {data.longest:,}"
             remedy = f"Longer rows: --data.max_length {self.budget.length}."

@@ -24,6 +24,7 @@ from hf_linear_attn.data.task_data import (
     MaskingCollator,
     TaskData,
     collate_blocks,
+    input_columns,
     load_labelled,
     load_splits,
     load_task_data,
@@ -205,6 +206,25 @@ def test_validation_rows_that_are_in_the_training_data_are_counted(tmp_path):
     assert encoded.facts["validation_repeated"] == 1
     drawn = DataConfig(dataset=str(folder / "train.csv"), validation_size=0.25, max_length=8)
     assert load_task_data("classification", tokenizer(), drawn, seed=0).facts["validation_repeated"] == 5
+
+
+def test_the_report_says_what_is_cut_and_what_is_repeated(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    rows = "text,label\nalpha,0\nalpha beta gamma delta one,1\n"
+    folder = write(tmp_path, {"train.csv": rows + "beta beta,0\n", "dev.csv": rows})
+    loaded = load_task_data("classification", tokenizer(), DataConfig(dataset=str(folder), max_length=5), seed=0)
+    first, *others = loaded.report("the model's limit")
+    assert first.startswith(f"Data: {folder.name}: one row for each example; 3 rows of 12 tokens to train on")
+    assert others == [
+        "1 of 3 training rows are cut to 5 tokens (the model's limit); they lose 14.3 % of all tokens.",
+        "1 of 2 held-out rows are cut to 5 tokens (the model's limit).",
+        "2 of 2 held-out rows are in the training data, too: their scores say little of new inputs.",
+    ]
+
+
+def test_a_task_has_its_own_columns_of_text():
+    assert input_columns(DataConfig(task="sst2")) == ("sentence",)
+    assert input_columns(DataConfig(dataset="x.csv", text_columns=("a", "b"))) == ("a", "b")
 
 
 @pytest.mark.parametrize("task_type", ["classification", "causal-lm", "masked-lm", "embedding"])
