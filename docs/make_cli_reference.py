@@ -75,7 +75,7 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
         parts += ["```bash", *commands, "```", ""]
     sections: dict[str, list[str]] = {}
     same: dict[tuple[str, str], list[str]] = {}
-    for section, row in rows(verb.config, verb.positionals):
+    for section, row in rows(verb.config_class, verb.positionals):
         words = row.replace(f"--{section}.", "--")
         if words in described:
             same.setdefault((section, described[words]), []).append(option_name(row))

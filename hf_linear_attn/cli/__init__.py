@@ -69,7 +69,7 @@ def parse_verb(name: str, arguments: Sequence[str]) -> Any:
 
     verb = load_verb(name)
     return parse_config(
-        verb.config,
+        verb.config_class,
         arguments,
         program=f"{PROGRAM} {name}",
         description=f"{verb.summary[0].upper()}{verb.summary[1:]}.",

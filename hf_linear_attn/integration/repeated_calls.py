@@ -66,9 +66,9 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map_tensors(found.append, value)
-    return found
+    tensors: list[Tensor] = []
+    _map_tensors(tensors.append, value)
+    return tensors
 
 
 def _refilled(value: Any, tensors: Iterable[Tensor]) -> Any:
@@ -139,8 +139,8 @@ def _key_of(module: nn.Module) -> Any:
 
 def _cache_index(module: nn.Module) -> int | None:
     """Return which layer of a cache is that of a module; None where it does not say."""
-    found = (vars(part).get("layer_idx") for part in module.modules())
-    return next((index for index in found if index is not None), None)
+    indices = (vars(part).get("layer_idx") for part in module.modules())
+    return next((index for index in indices if index is not None), None)
 
 
 def _run(
@@ -157,15 +157,15 @@ def _run(
     weights = [*module.parameters(), *module.buffers()]
     call = (args, kwargs, state)
     try:
-        found = (get_proxy_mode(), key, _described((call, weights)))
+        kind_key = (get_proxy_mode(), key, _described((call, weights)))
     except _CannotShareError:
         return forward(*args, **kwargs)
     inputs = _tensors(call)
-    kind = kinds.get(found)
+    kind = kinds.get(kind_key)
     if kind is not None:
         outputs = _place(_AGAIN, kind, [*inputs, *weights], _tensors(kind.result))
         return _returned(kind, cache, index, outputs)
-    kind = kinds[found] = _Kind(len(kinds))
+    kind = kinds[kind_key] = _Kind(len(kinds))
     args, kwargs, state = _refilled(call, _place(_BEGIN, kind, [*inputs, *weights], inputs))
     if cache is not None:
         vars(cache.layers[index]).update(state)
@@ -248,15 +248,15 @@ def _depending(graph: Any, given: Iterable[Any], end: Any) -> set[Any]:
     for node in graph:
         if not after.isdisjoint(node.inputs):
             after.update(node.outputs)
-    found: set[Any] = set()
+    depending: set[Any] = set()
     waiting = list(end.inputs)
     while waiting:
         value = waiting.pop()
         node = value.producer()
-        if value in after and value not in given and node not in found:
-            found.add(node)
+        if value in after and value not in given and node not in depending:
+            depending.add(node)
             waiting += [value for value in node.inputs if value is not None]
-    return found
+    return depending
 
 
 def _replace(graph: Any, node: Any, values: Sequence[Any]) -> None:

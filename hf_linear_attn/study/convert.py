@@ -129,13 +129,13 @@ def _finetune(run: TrainingRun) -> ConversionResult:
     run.use_metric(model)
     facts = _facts(run, model)
     _warn_of_exact_inputs(run, facts)
-    if "trained" not in run.state:
+    if "trained" not in run.finished:
         model, progress = run.train("train", model)
         run.record("train", progress)
         scores = run.evaluate("trained", model)
-        _save(run, model, _result(run, facts, {**run.state, "trained": scores}))
+        _save(run, model, _result(run, facts, {**run.finished, "trained": scores}))
         run.record("trained", scores)
-    return _result(run, facts, run.state)
+    return _result(run, facts, run.finished)
 
 
 def _convert(run: TrainingRun) -> ConversionResult:
@@ -205,7 +205,7 @@ def result_of(
 
         run.once("speed", time_both)
     _verify_recall(run, teacher, student)
-    return _result(run, facts, run.state)
+    return _result(run, facts, run.finished)
 
 
 def _result(run: TrainingRun, facts: ModelFacts, state: Mapping[str, Any]) -> ConversionResult:
@@ -242,7 +242,7 @@ def load_teacher(run: TrainingRun) -> PreTrainedModel:
     A mechanism that does not fit the model is an error before any training.
     """
     config, data, folder = run.config, run.data, run.folder / "teacher"
-    if "teacher stage" in run.state:
+    if "teacher stage" in run.finished:
         model, _ = models.load_model(config, data, str(folder))
     else:
         torch.manual_seed(config.seed)
@@ -296,9 +296,9 @@ def _estimate(run: TrainingRun, teacher: PreTrainedModel, transfer_steps: int) -
     rows_per_step = distill.gradient_accumulation_steps * count * run.process.num_processes
     steps = distill.max_steps or round(distill.num_train_epochs * len(rows) / rows_per_step)
     share = transfer.per_device_train_batch_size * transfer.gradient_accumulation_steps / count
-    passes = TRANSFER_COST * transfer_steps * share * ("transfer" not in run.state)
+    passes = TRANSFER_COST * transfer_steps * share * ("transfer" not in run.finished)
     for stage in ("distill", *(["control distill"] if config.control else [])):
-        passes += DISTILLATION_COST * steps * distill.gradient_accumulation_steps * (stage not in run.state)
+        passes += DISTILLATION_COST * steps * distill.gradient_accumulation_steps * (stage not in run.finished)
     minutes = passes * seconds[-1] / 60
     text = f"{minutes:.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
     stages = f"{transfer_steps} steps of attention transfer and {steps} of distillation"
@@ -314,7 +314,7 @@ def _calibrate(run: TrainingRun, student: PreTrainedModel) -> PreTrainedModel:
         within = None if calibration is None or not len(calibration.table) else calibration.within()
         return student, {"step": 0, "within_factor_2": within}
 
-    return cast(PreTrainedModel, run.learned("calibration", student, fit, is_learned))
+    return cast(PreTrainedModel, run.trained("calibration", student, fit, is_learned))
 
 
 def _close_harmful_parts(
@@ -337,8 +337,8 @@ def _close_harmful_parts(
         rows = parts.table.to_dict("records")
         return student, {"step": 0, "layers": rows, **{f"loss, {name}": value for name, value in parts.loss.items()}}
 
-    student = run.learned("linear parts", student, close, is_learned)
-    layers = run.state["linear parts"]["layers"]
+    student = run.trained("linear parts", student, close, is_learned)
+    layers = run.finished["linear parts"]["layers"]
     if closed := sum(not row["kept"] for row in layers):
         run.progress.log(
             f"Closed, since the model is better without: the linear part of {closed} of {len(layers)} layers."
@@ -368,14 +368,14 @@ def _transfer(run: TrainingRun, student: PreTrainedModel, scores: Numbers) -> tu
         run.progress.log(reason)
         run.once("transfer", lambda: {"step": 0, "skipped": reason})
         return student, scores
-    if len(rows) < len(data.train) and "transfer" not in run.state:
+    if len(rows) < len(data.train) and "transfer" not in run.finished:
         run.progress.log(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
     # At least one row is set aside, which is trained on as well if it is the only one.
     count = max(min(SET_ASIDE_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
     train = rows.select(range(max(len(rows) - count, 1)))
     set_aside = rows.select(range(len(rows) - count, len(rows)))
     before = _copies(student, is_learned)
-    student = run.learned("transfer", student, partial(run.transfer, student, train, set_aside), is_learned)
+    student = run.trained("transfer", student, partial(run.transfer, student, train, set_aside), is_learned)
     transferred = run.measure("transferred", student)
     return student, _keep_better(run, student, before, scores, transferred, "transferred")
 
@@ -392,7 +392,7 @@ def _distill(run: TrainingRun, teacher: Any, student: Any, stage: str, result: s
         model, progress = run.train("distill", adapted, stage)
         return model.merge_and_unload(), progress
 
-    student = run.learned(stage, student, train).eval()
+    student = run.trained(stage, student, train).eval()
     return student, run.measure(result, student)
 
 

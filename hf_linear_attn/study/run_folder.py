@@ -121,9 +121,9 @@ class RunFolder:
     `checkpoints/` is what a stage can resume from until it is finished. All processes of a run read the folder, and the
     first one writes it. Progress is reported on the console, by default stderr.
 
-    `state` has the result of each finished stage by its name: what the metric says of a model, under the names of
+    `finished` has the result of each finished stage by its name: what the metric says of a model, under the names of
     `conversion_result.Scores` or that of a choice (`20% exact heads`), what a training did, and facts (`processes`, see
-    `IDENTITY`, `exact_heads`, `linear parts`, `recall, …`, `speed`). `record` stores one; `once` and `learned` do what
+    `IDENTITY`, `exact_heads`, `linear parts`, `recall, …`, `speed`). `record` stores one; `once` and `trained` do what
     is not stored yet, and store it.
 
     Raises:
@@ -159,12 +159,12 @@ class RunFolder:
         self._machine: dict[str, Any] = broadcast_object_list([machine])[0]  # all processes look up the same records
         self.study = self._open_study()
         #: What is known of each stage: its metrics, or what its training did.
-        self.state: dict[str, Any] = {}
+        self.finished: dict[str, Any] = {}
         for record in self.study.records:
             if record.label and record.id == self._conditions(record.label).id:
-                self.state[record.label] = {row["metric"]: row["value"] for row in record.values}
+                self.finished[record.label] = {row["metric"]: row["value"] for row in record.values}
         count = self.process.num_processes
-        if (before := self.state.get(IDENTITY, {}).get("processes", count)) != count:
+        if (before := self.finished.get(IDENTITY, {}).get("processes", count)) != count:
             remedy = f"Batches would have another size: resume it with {before}."
             raise ValueError(f"resume: {str(self.folder)!r} was begun with {before} processes, now {count}. {remedy}")
         self._identity: dict[str, Any] = {}
@@ -202,7 +202,7 @@ class RunFolder:
     def identify_data(self, facts: Mapping[str, Any], checksum: int) -> None:
         """Set what identifies the data of the task; a ValueError if a resumed run began with other rows."""
         self._identity = {"data": facts, "checksum": checksum}
-        before = {**self._identity, **self.state.get(IDENTITY, {})}
+        before = {**self._identity, **self.finished.get(IDENTITY, {})}
         changes = _changes(before["data"], facts)
         if changes or before["checksum"] != checksum:
             remedy = "Give those, or another output folder."
@@ -212,7 +212,7 @@ class RunFolder:
     def identify_model(self, fingerprint: str) -> None:
         """Set the hash of the exact model's weights; a ValueError if a resumed run began with others."""
         self._identity["model"] = fingerprint
-        if self.state.get(IDENTITY, {}).get("model", fingerprint) != fingerprint:
+        if self.finished.get(IDENTITY, {}).get("model", fingerprint) != fingerprint:
             problem = f"{str(self.folder)!r} was begun with other weights of {self.config.model!r}"
             raise ValueError(f"resume: {problem}. Give those, or another output folder.")
 
@@ -223,7 +223,7 @@ class RunFolder:
                 clear_folder(self.folder)
             for folder in (self.folder, *(self.folder / name for name in ("checkpoints", STUDY_FOLDER))):
                 remove_partial_files(folder)
-        if self._identity and IDENTITY not in self.state:
+        if self._identity and IDENTITY not in self.finished:
             self.record(IDENTITY, {"processes": self.process.num_processes, **self._identity})
         self._is_prepared = True
         self.process.wait_for_everyone()
@@ -240,7 +240,7 @@ class RunFolder:
         try:
             yield
         except InterruptedRunError as error:
-            stages = [name for name in self.state if name != IDENTITY]
+            stages = [name for name in self.finished if name != IDENTITY]
             stored = f"{', '.join(stages)} in {str(self.folder)!r}" if stages else "no finished stage"
             raise InterruptedRunError(f"{error.where}. Stored: {stored}", RESUME, error.number) from None
         finally:
@@ -248,17 +248,17 @@ class RunFolder:
 
     def record(self, stage: str, result: Mapping[str, Any]) -> None:
         """Store the result of a finished stage, which a resumed run does not repeat."""
-        self.state[stage] = json_safe(result)
+        self.finished[stage] = json_safe(result)
         self.study.records.add(self._conditions(stage), result, label=stage)
         self.process.wait_for_everyone()
 
     def once(self, stage: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the result of a stage: as it was stored, or else computed and stored."""
-        if stage not in self.state:
+        if stage not in self.finished:
             self.record(stage, compute())
-        return self.state[stage]
+        return self.finished[stage]
 
-    def learned(
+    def trained(
         self,
         stage: str,
         model: nn.Module,
@@ -275,22 +275,23 @@ class RunFolder:
             train: Trains, and returns a complete model and what was done.
             which: Whether a name is that of a trained tensor; None: all are.
         """
-        trained: Any = model
+        result: Any = model
 
         def values() -> tuple[Any, dict[str, Tensor]]:
-            nonlocal trained
-            trained, progress = train()
-            self.state[stage] = json_safe(progress)
-            return progress, saved_tensors(trained, which)
+            nonlocal result
+            result, progress = train()
+            self.finished[stage] = json_safe(progress)
+            return progress, saved_tensors(result, which)
 
-        is_finished = stage in self.state
+        is_finished = stage in self.finished
         parameters = self.study.learned(self._conditions(stage), values, label=stage)
         if is_finished:
-            missing = trained.load_state_dict(parameters, strict=False).unexpected_keys
-            if missing:
-                raise ValueError(f"{stage}: the stored parameters do not fit the model ({missing[0]}).")
+            unexpected = result.load_state_dict(parameters, strict=False).unexpected_keys
+            if unexpected:
+                problem = f"{stage}: the stored parameters do not fit the model ({unexpected[0]})"
+                raise ValueError(f"{problem}. Start anew with --overwrite.")
         self.process.wait_for_everyone()
-        return trained
+        return result
 
     def remove_checkpoints(self) -> None:
         """Remove what a finished run could have resumed from, but not what its trackers wrote."""

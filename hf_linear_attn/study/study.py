@@ -46,21 +46,23 @@ MeasuredValues = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything that a measurement depends on: equal conditions mean the same measurement."""
+    """Everything that a measurement depends on: equal conditions mean the same measurement.
 
-    model: str = ""  # its name
+    A stage of a run sets `model`, `measurement`, `seed`, `settings` and, for times, `device`, and no others.
+    """
+
+    model: str = ""  # its name; of a run, the option
     fingerprint: str = ""  # a hash of its weights
-    attention: str = ""  # the mechanism: a registered name, `softmax`, or `none` for a model without attention
-    measurement: str = ""  # what is measured, such as `perplexity` or `forward`
+    attention: str = ""  # the mechanism: a registered name, `softmax`, or `none`; empty for times, of all variants
+    measurement: str = ""  # what is measured, such as `task` or `forward`, or the stage of a run, such as `teacher`
     state: str = ""  # what was done to the mechanism (`variants.STATES`); empty for times, which do not depend on it
-    seed: int | None = None  # of random features and of the training
-    task: str = ""  # the labelled task
-    length: int | None = None  # tokens of each sequence, where it is one number
-    batch_size: int | None = None  # sequences in one call
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the mechanism, or its layers; of times, of all variants
-    settings: Mapping[str, Any] = field(default_factory=dict)  # data, training, stride, a checkpoint's fingerprint
+    seed: int | None = None  # of random features and of the order of training rows; of a run, the option
+    task: str = ""  # of recall, in recipes
+    length: int | None = None  # tokens of each timed sequence
+    batch_size: int | None = None  # timed sequences in one call
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the mechanism; of times, by the label of each variant
+    #: Rows, steps, a checkpoint's fingerprint; of times, `seconds` and `flops`; of a run, all options that matter.
+    settings: Mapping[str, Any] = field(default_factory=dict)
     device: Mapping[str, Any] = field(default_factory=dict)  # `device`, `cpu`, `threads`, `dtype`, `backend`
     versions: Mapping[str, Any] = field(default_factory=dict)  # of the packages that compute
 

@@ -278,7 +278,7 @@ def test_a_run_resumes_with_the_same_folder_in_another_spelling(
     monkeypatch.chdir(folder)
     for model, data in ((Path("encoder"), Path("task")), (folder / "task" / ".." / "encoder", Path("./task"))):
         again = convert_config(model, data, tmp_path / "out", resume=True)
-        assert TrainingRun(again.completed("classification"), "convert", quiet()).state["teacher"]
+        assert TrainingRun(again.completed("classification"), "convert", quiet()).finished["teacher"]
     other = convert_config(Path("decoder"), Path("task"), tmp_path / "out", resume=True)
     with pytest.raises(ValueError, match="has other options"):
         TrainingRun(other.completed("classification"), "convert", quiet())
