@@ -73,8 +73,8 @@ def window(
     repeats = heads // groups
     length = op.Shape(query, start=2, end=3)
     count = op.Div(op.Add(length, [size - 1]), [size])
-    value = _with_ones(op, value)
-    far_value = op.Mul(op.Slice(value, [0], length, [2]), op.Unsqueeze(op.Cast(far, to=FLOAT), [1, 3]))
+    far_value = op.Pad(op.Slice(value, [0], length, [2]), [0] * 7 + [1], 1.0)
+    far_value = op.Mul(far_value, op.Unsqueeze(op.Cast(far, to=FLOAT), [1, 3]))
     key_scale = None if key_scale is None else op.Where(op.Unsqueeze(far, [1]), key_scale, -np.inf)
     front = reach * size - window if causal else None
     far_states, after = _far_sums(op, key_values, key_scale, far_value, count, size, reach, front)
@@ -97,7 +97,7 @@ def window(
         distance = distance if causal else op.Abs(distance)
         hidden = op.Where(op.GreaterOrEqual(distance, window), 0.0, -np.inf)
         geometry.append(op.Unsqueeze(hidden, [2, 4]))
-        sink_key, sink_value = (op.Unsqueeze(x, [2]) for x in (sink_key, _with_ones(op, sink_value)))
+        sink_key, sink_value = (op.Unsqueeze(tensor, [2]) for tensor in (sink_key, sink_value))
 
     def grouped(tensor: Any) -> Any:
         """Split the heads of `[B, H, L, x]`."""
@@ -165,11 +165,12 @@ def window(
         if exponent is not None:
             factor = op.Add(factor, op.Min(op.Sub(exponent, top), LARGEST_GAP))
         total = op.Mul(unfolded(far), op.Exp(factor))
-        for logits, values in columns:
-            weights = op.Exp(op.Sub(logits, top))
-            total = op.Add(total, unfolded(op.MatMul(folded(weights), values)))
         numerator = op.Slice(total, [0], [-1], [5])
         normaliser = op.Slice(total, [-1], [END], [5])
+        for logits, values in columns:
+            weights = op.Exp(op.Sub(logits, top))
+            numerator = op.Add(numerator, unfolded(op.MatMul(folded(weights), values)))
+            normaliser = op.Add(normaliser, op.ReduceSum(weights, [-1]))
         if model_sink is not None:
             normaliser = op.Add(normaliser, op.Exp(op.Sub(model_logits, top)))
         out = op.Div(numerator, op.Max(normaliser, DENOMINATOR_EPS))
@@ -234,10 +235,6 @@ def bidirectional_window(op: Any, *inputs: Any, sinks: int, **attributes: Any) -
 
 def _capped(op: Any, logits: Any, softcap: float) -> Any:
     return op.Mul(op.Tanh(op.Div(logits, softcap)), softcap) if softcap else logits
-
-
-def _with_ones(op: Any, value: Any) -> Any:
-    return op.Pad(value, [0] * 7 + [1], 1.0)
 
 
 class _NearKeys:

@@ -39,7 +39,12 @@ class Sinks(NamedTuple):
 
 def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
     """Gather tokens `index [B, n]` of `[B, H, L, d]`."""
-    return tensor.gather(2, index[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+    batch, heads, length, width = tensor.shape
+    if torch.compiler.is_exporting():  # as rows of a table, which runtimes copy whole
+        first = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * length
+        rows = (first + index[:, None]).flatten()
+        return tensor.reshape(-1, width).index_select(0, rows).view(batch, heads, -1, width)
+    return tensor.gather(2, index[:, None, :, None].expand(-1, heads, -1, width))
 
 
 def token_numbers(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:

@@ -73,9 +73,13 @@ def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Gathered:
 def make_ring(call: WindowedCall, valid: Tensor, start: int, order: Tensor | None = None) -> State:
     """Copy the last `window` tokens, from `start` on, for the state. (A view would retain all tokens in memory.)
 
+    Padding is zeros there, whatever it holds.
+
     order: `[B, window]`, where they stood among the tokens of the former ring and the new ones; None: where they are.
     """
-    ring = {"ring_key": call.key[:, :, start:], "ring_value": call.value[:, :, start:]}
+    mask = None if call.mask is None else valid[:, start:]
+    tokens = {"ring_key": call.key, "ring_value": call.value}
+    ring = {name: mask_tokens(tensor[:, :, start:], mask) for name, tensor in tokens.items()}
     if call.cache_dtype is not None:
         ring = {name: to_dtype(tokens, call.cache_dtype) for name, tokens in ring.items()}
         if call.state is not None:  # what was rounded once stays as it is

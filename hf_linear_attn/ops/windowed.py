@@ -59,19 +59,15 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     Returns:
         The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token (causal).
     """
-    mask, state, length = call.mask, call.state, call.query.shape[2]
+    state, length = call.state, call.query.shape[2]
     if length == 0:
         return call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1]), state
-    # One token in every row is a step. A mask is read on a CPU only.
-    reads_mask = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
-    if state is not None and length == 1 and (mask is None or (reads_mask and bool(mask.all()))):
+    if state is not None and length == 1:
         return _step(call, state)
-    if state is not None and length == 1 and mask is not None and torch.compiler.is_exporting():
-        return _masked_step(call, state, mask)
     if call.causal:
         return windowed_causal(call)
     if _becomes_node(call):
-        return _node(call, call.key.new_ones(1, length).bool() if mask is None else mask)[0], None
+        return _node(call, call.key.new_ones(1, length).bool() if call.mask is None else call.mask)[0], None
     sinks = end_tokens(call)
     return attend_from_sinks(windowed_bidirectional(call, sinks), call, sinks), None
 
@@ -179,34 +175,24 @@ def _node(call: WindowedCall, valid: Tensor, *others: Tensor | None) -> Sequence
     return graph_node("CausalWindow", (*inputs, *others, terms.sink), {**attributes, "causal": 1}, *shapes)
 
 
-def _masked_step(call: WindowedCall, state: State, mask: Tensor) -> tuple[Tensor, State]:
-    """Compute `_step` in rows whose token is real: others have zeros, and the state that they had."""
-    out, after = _step(call.replace(mask=None), state)
-    real = mask[:, 0].expand(out.shape[0])
-
-    def chosen(name: str) -> Tensor:
-        new, old = after[name], state[name]
-        is_new = real.view(-1, *(1,) * (new.dim() - 1))
-        if new.dtype == torch.bool:  # which ONNX Runtime cannot select
-            return (is_new & new) | (~is_new & old)
-        return torch.where(is_new, new, old)
-
-    return mask_tokens(out, mask), {name: chosen(name) for name in after}
-
-
 def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     """Compute one token after a state in O((window + m)·d), without a loop, and the state after it, written anew.
 
     The oldest key of the ring moves into `kv` and `k_sum` unless it is a sink, and the new key is appended to the ring.
+    Rows whose token is padding have zeros, and the state that they had.
     """
-    call = with_term_features(call)
+    reads_masks = call.query.device.type == "cpu" and not torch.compiler.is_compiling()
+    if call.mask is not None and reads_masks and bool(call.mask.all()):
+        call = call.replace(mask=None)
+    call = with_term_features(call.replace(query=mask_tokens(call.query, call.mask)))
     query, key, value, terms = call.query, call.key, call.value, call.terms
     dtype = compute_dtype(query)
     slope = None if terms.slope is None else terms.slope.to(dtype)
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
-    near = torch.cat([state["ring_mask"][:, 1:], state["ring_mask"].new_ones(batch, 1)], dim=1)
-    near_key, ring_key = append(state["ring_key"][:, :, 1:], key, call.cache_dtype)
-    near_value, ring_value = append(state["ring_value"][:, :, 1:], value, call.cache_dtype)
+    near_key, ring_key = _moved(state["ring_key"], key, call.mask, call.cache_dtype)
+    near_value, ring_value = _moved(state["ring_value"], value, call.mask, call.cache_dtype)
+    is_token = state["ring_mask"][:, None, :, None]
+    near = _moved(is_token, is_token.new_ones(batch, 1, 1, 1), call.mask, None)[0][:, 0, :, 0]
     ring = {"ring_key": ring_key, "ring_value": ring_value, "ring_mask": near}
     sinks, first = first_tokens(call)
     far = _with_oldest(call, state)
@@ -216,8 +202,8 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
         has_left = torch.arange(call.sinks, device=near.device) <= state["count"].unsqueeze(1) - call.window
         near = torch.cat([near, has_left], dim=1)
     near_key, near_value = near_key.to(dtype), near_value.to(dtype)
-    full = query.device.type == "cpu" and not torch.compiler.is_compiling() and bool(near.all())
-    if not full:
+    full = reads_masks and bool(near.all())
+    if not full and not torch.compiler.is_exporting():  # the ring of a graph has zeros at padding
         near_key = mask_tokens(near_key, near)
         near_value = mask_tokens(near_value, near)
     grouped = (batch, groups, heads // groups, -1)
@@ -237,16 +223,28 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
         features = decaying(features, columns, 0.0)
     weights, total = far_and_near(features, columns, far)
     normaliser = torch.cat([*weights, total[..., -1:]], dim=-1).sum(dim=-1)
-    out = divide(weights[0] @ near_value + total[..., :-1], normaliser)
-    after = far.decayed(None if slope is None else -slope)
-    return out.view(batch, heads, 1, -1).to(value.dtype), {**after.state(), **ring, **first}
+    out = divide(weights[0] @ near_value + total[..., :-1], normaliser).view(batch, heads, 1, -1)
+    if slope is not None:
+        far = far.decayed(-slope if call.mask is None else -slope * call.mask)
+    return mask_tokens(out, call.mask).to(value.dtype), {**far.state(), **ring, **first}
+
+
+def _moved(ring: Tensor, new: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Append a token to a ring without its oldest one, in rows whose token is real, as `append` does."""
+    if mask is None:
+        return append(ring[:, :, 1:], new, dtype)
+    index = torch.arange(ring.shape[2], device=ring.device) + mask.expand(ring.shape[0], -1)
+    tokens, stored = append(ring, new, dtype)
+    moved = take_tokens(tokens, index)
+    return moved, moved if dtype is None else take_tokens(stored, index)
 
 
 def _with_oldest(call: WindowedCall, state: State) -> KVState:
-    """Return the sums with the oldest key of the ring, which leaves the window, unless it is a sink."""
+    """Return the sums with the oldest key of the ring, where it leaves the window and is no sink."""
     dtype = compute_dtype(call.query)
     key, value = (to_dtype(state[name][:, :, :1], dtype) for name in ("ring_key", "ring_value"))
     is_counted = state["ring_mask"][:, :1] & (state["count"].unsqueeze(1) - call.window >= call.sinks)
+    is_counted = is_counted if call.mask is None else is_counted & call.mask
     features = masked_key_features(call.key_features, key, is_counted, dtype)
     oldest = KVState.of(features, with_ones(mask_tokens(value, is_counted)))
     slope = call.terms.slope

@@ -181,7 +181,7 @@ def test_dense_weights_are_the_weights_of_the_fast_form(name, causal):
     assert_close(*(x.transpose(1, 2)[mask] for x in (weights @ v.repeat_interleave(2, dim=1), out)))
 
 
-def test_a_step_of_an_exported_graph_skips_the_rows_whose_token_is_padding():
+def test_a_step_skips_the_rows_whose_token_is_padding():
     built, (q, k, v) = feature_map("hedgehog"), qkv(12)
     options = {"window": 4, "causal": True, "sinks": 2}
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_step_of_an_exported_graph_skips_the_rows_whose_token_is_padding():
         mask = torch.tensor([[True], [False]])
         call = call_of(built, *(x[:, :, 11:] for x in (q, k, v)), **options, mask=mask, state=state)
         expected, expected_state = windowed.windowed_causal(call)
-        out, after = windowed._masked_step(call, state, mask)
+        out, after = windowed.windowed(call)
     assert_close(out, expected)
     for name, entry in after.items():
         assert_close(entry.float(), expected_state[name].float())
