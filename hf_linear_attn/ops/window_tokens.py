@@ -78,8 +78,8 @@ def make_ring(call: WindowedCall, valid: Tensor, start: int, order: Tensor | Non
     order: `[B, window]`, where they stood among the tokens of the former ring and the new ones; None: where they are.
     """
     mask = None if call.mask is None else valid[:, start:]
-    tokens = {"ring_key": call.key, "ring_value": call.value}
-    ring = {name: mask_tokens(tensor[:, :, start:], mask) for name, tensor in tokens.items()}
+    last = {"ring_key": call.key[:, :, start:], "ring_value": call.value[:, :, start:]}
+    ring = {name: mask_tokens(tokens, mask) for name, tokens in last.items()}
     if call.cache_dtype is not None:
         ring = {name: to_dtype(tokens, call.cache_dtype) for name, tokens in ring.items()}
         if call.state is not None:  # what was rounded once stays as it is

@@ -1,9 +1,10 @@
-"""The benchmark `runtimes`: the exact graph with ONNX Runtime's own operators for attention."""
+"""The benchmark `runtimes`: graphs with ONNX Runtime's own operators for attention, and with weights in int8."""
 
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from recipes.benchmarks import runtimes, workloads
 
@@ -29,3 +30,21 @@ def test_fused_attention_in_onnx_runtime(monkeypatch, tmp_path):
         runner.write()
         assert runner.states["logits"].shape == (1, 1, TINY["vocab_size"])
         assert np.isfinite(runner.states["logits"]).all()
+
+
+@pytest.mark.slow
+def test_weights_in_int8(monkeypatch, tmp_path):
+    """They compute what the model does but for rounding."""
+    monkeypatch.setitem(workloads.SHAPES, "tiny", partial(workloads.llama, **TINY))
+    outputs = {}
+    for name in ("ONNX Runtime", "ONNX Runtime, int8 weights"):
+        torch.manual_seed(0)
+        folder = tmp_path / name
+        folder.mkdir()
+        runtimes.RUNTIMES[name].func.save("tiny", "elu", 16, str(folder))
+        runner = runtimes.RUNTIMES[name](str(folder))
+        runner.read(np.arange(8)[None])
+        runner.write()
+        outputs[name] = runner.states["logits"]
+    exact, rounded = outputs.values()
+    assert 0 < np.abs(exact - rounded).max() < 0.1 * np.abs(exact).max()
