@@ -110,8 +110,12 @@ def test_a_decoder_continues_from_its_state(checkpoint, architecture, name, form
     ("name", "options"),
     [
         ("hedgehog", {}),
-        *long(("window", {"exact_heads": [1], "cache_dtype": "int8"}), ("window", {"exact_heads": [1]})),
-        *long(("favor+", {}), ("gla", {})),
+        *long(
+            ("window", {"exact_heads": [1]}),
+            ("window", {"exact_heads": [1], "cache_dtype": "int8"}),
+            ("favor+", {}),
+            ("gla", {}),
+        ),
     ],
     ids=str,
 )

@@ -114,7 +114,8 @@ class TaskData:
         `limit` says what decides the length that rows are cut to.
         """
         facts, held_out = self.facts, self.held_out_facts["sequences"]
-        lines, length = [f"Data: {self.summary}", *self.notes], f"{self.longest:,} tokens ({limit})"
+        length = f"{self.longest:,} tokens ({limit})"
+        lines = [f"Data: {self.summary}", *self.notes]
         if truncated := facts["train_truncated"]:
             lost = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
             cut = f"{truncated:,} of {facts['train_rows']:,} training rows are cut to {length}"

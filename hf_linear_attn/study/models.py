@@ -141,8 +141,7 @@ def head_of(config: TrainingRunConfig, loaded: PreTrainedModel | None = None) ->
     """Return the config of a checkpoint, or of a loaded model, that has a classification head, or else None."""
     if config.task_type != "classification" or config.model is None or config.from_config:
         return None
-    classes = _class_names(config, loaded)
-    if not any("ForSequenceClassification" in name for name in classes):
+    if not _has_head(_class_names(config, loaded)):
         return None
     return read_config(str(config.model), config.revision) if loaded is None else loaded.config
 
@@ -155,7 +154,7 @@ def check_head(config: TrainingRunConfig, loaded: PreTrainedModel | None = None)
     if config.model is None or config.from_config or config.model_type is not None:
         return
     classes = _class_names(config, loaded)
-    if classes and head_of(config, loaded) is None:
+    if classes and not _has_head(classes):
         raise missing_head(config, f"it is a {classes[0]}")
 
 
@@ -164,6 +163,10 @@ def _class_names(config: TrainingRunConfig, loaded: PreTrainedModel | None) -> l
     if loaded is not None:
         return [cls.__name__ for cls in type(loaded).mro()]
     return read_config(str(config.model), config.revision).architectures or []
+
+
+def _has_head(class_names: list[str]) -> bool:
+    return any("ForSequenceClassification" in name for name in class_names)
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
