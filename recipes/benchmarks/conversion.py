@@ -78,17 +78,23 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "window": {},
     "hedgehog": {},
     "window of 8": {"attention": "window", "options": {"window_size": 8}},
-    "window of 8, hedgehog": {"attention": "window", "options": {"window_size": 8, "feature_map": "hedgehog"}},
     "window of 8, nothing": {"attention": "window", "options": {"window_size": 8, "mix_init": CLOSED_MIX}},
-    "window of 16": {"attention": "window", "options": {"window_size": 16}},
+    **{
+        name: {"attention": "window", "options": {"window_size": width, "feature_map": "hedgehog"}}
+        for name, width in {
+            "window, hedgehog": 64,
+            "window of 8, hedgehog": 8,
+            "window of 16, hedgehog": 16,
+            "hedgehog with global tokens": 1,
+        }.items()
+    },
     "linformer of 16": {"attention": "linformer", "options": {"num_slots": 16}},
     "linformer of 32": {"attention": "linformer", "options": {"num_slots": 32}},
     "linformer of 64": {"attention": "linformer", "options": {"num_slots": 64}},
     "elu": {},
     "favor+": {},
-    "hedgehog with global tokens": {"attention": "window", "options": {"window_size": 1}},
 }
-for _name in ("window of 16", "hedgehog with global tokens"):
+for _name in ("window of 16, hedgehog", "hedgehog with global tokens"):
     MECHANISMS[f"{_name}, 20 % of the heads exact"] = {**MECHANISMS[_name], "exact_share": 0.2}
 
 #: Kinds of runs, and what each changes in the last training.

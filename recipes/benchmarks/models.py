@@ -28,6 +28,7 @@ TOKENS = (7,)
 
 #: Variants of windows, beside the names of mechanisms: their options, and the share of exact heads (of decoders).
 WINDOWS: dict[str, tuple[dict[str, Any], float]] = {
+    "window, hedgehog outside": ({"feature_map": "hedgehog"}, 0.0),
     "window, 32 codes outside": ({"feature_map_options": {"num_features": 32}}, 0.0),
     "window of 384": ({"window_size": 384}, 0.0),
     "window of 384, 20 % of the heads exact": ({"window_size": 384}, 0.2),
