@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, pairwise
@@ -457,15 +457,8 @@ def _interval(recall: dict[str, Any]) -> str:
     return f"{recall['recall']:.2f} [{recall['low']:.2f}, {recall['high']:.2f}]"
 
 
-#: Conversions of SmolLM2 with today's defaults, and with `hedgehog` outside of windows.
-SMOLLM2_FOLDERS = {"smollm2-calibrated": "calibrated"}
-FORMER_SMOLLM2_FOLDERS = {
-    "smollm2-probe": "probe only, untrained",
-    "smollm2-short-probe-untrained": "short probe, untrained",
-    "smollm2-untrained": "untrained",
-    "smollm2-short-probe": "short probe, trained",
-    "smollm2": "trained",
-}
+#: Conversions of SmolLM2.
+SMOLLM2_FOLDERS = {"smollm2-calibrated": "calibrated", "smollm2": "trained"}
 
 
 #: Variants and columns of the tables of rivals on the pages; the others are in the reports.
@@ -485,10 +478,10 @@ RIVALS_ROWS = ("exact", "int4", "mixture-int8")
 RIVALS_COLUMNS = ("context", "variant", "cache", "loss", "niah", "time", "preparation")
 
 
-def smollm2_table(folders: Mapping[str, str]) -> str:
-    """Committed conversions of SmolLM2 by folder: a row for each variant, what it is at 2,048 and 8,192 tokens."""
+def smollm2_table() -> str:
+    """Committed conversions of SmolLM2: a row for each variant, what it is at 2,048 and 8,192 tokens."""
     measured: dict[str, Any] = {}
-    for folder, kind in folders.items():
+    for folder, kind in SMOLLM2_FOLDERS.items():
         results = read_json(f"{folder}/results.json")
         for name in (smollm2.EXACT, *smollm2.VARIANTS):
             label = name if name in (smollm2.EXACT, smollm2.CONTROL) else f"{name}, {kind}"
@@ -649,8 +642,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens": tokens_table,
     "sentence-encoder": sentence_encoder_tables,
     "serving": serving_table,
-    "smollm2": partial(smollm2_table, SMOLLM2_FOLDERS),
-    "smollm2-controls": partial(smollm2_table, FORMER_SMOLLM2_FOLDERS),
+    "smollm2": smollm2_table,
     "transfer-cost": transfer_cost_tables,
     "transfer-loss": transfer_loss_table,
 }

@@ -21,7 +21,7 @@ LINK = re.compile(r"\]\(((?:\.\./)?(?:recipes/results/)?[\w./-]+)\)")
 ALL_TABLES, SAID = RESULTS / "README.md", "former defaults"
 
 #: Results from before files held their defaults that other defaults would change: `hedgehog` outside of windows.
-FORMER = {"proteins.json", "proteins-costs.json", "smollm2", "transfer-loss"}
+FORMER = {"proteins.json", "proteins-costs.json", "transfer-loss"}
 
 pytestmark = pytest.mark.skipif(not RESULTS.is_dir(), reason="needs the repository, and runs outside of it")
 
