@@ -4,6 +4,8 @@ import importlib.util
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from transformers.utils import CONFIG_NAME
+
 from .extras import require_packages
 
 SUFFIX = ".gguf"
@@ -16,10 +18,10 @@ def split_source(source: str) -> tuple[str, dict[str, Any]]:
     """Return the arguments of `from_pretrained` for a checkpoint: its folder or repository, and keyword arguments.
 
     These are `gguf_file` for the name of a GGUF file in a folder or a repository (`FOLDER/FILE.gguf`), or else none. A
-    short name (`smollm2`) stands for the file in its package, unless there is a folder of that name. An ImportError if
-    that package, or `gguf`, is missing.
+    short name (`smollm2`) stands for the file in its package, unless a folder of that name has a checkpoint. An
+    ImportError if that package, or `gguf`, is missing.
     """
-    if source in SHORT_NAMES and not Path(source).exists():
+    if source in SHORT_NAMES and not (Path(source) / CONFIG_NAME).exists():
         source = _installed_file(source)
     path = PurePosixPath(source)
     if path.suffix.lower() != SUFFIX:

@@ -131,8 +131,11 @@ def test_a_short_name_stands_for_the_file_of_its_package(
     ids = torch.arange(3, 40)[None]
     with torch.no_grad(), hla.exact_attention(patched):
         torch.testing.assert_close(patched(ids).logits, model(ids).logits)
-    (tmp_path / "smollm2").mkdir()
-    assert split_source("smollm2") == ("smollm2", {})  # a folder of this name is meant by itself
+    folder = tmp_path / "smollm2"
+    folder.mkdir()
+    assert split_source("smollm2") == (str(package), {"gguf_file": "SmolLM2.gguf"})  # as for the results of a recipe
+    shutil.copy("patched/config.json", folder)
+    assert split_source("smollm2") == ("smollm2", {})  # a checkpoint of this name is meant by itself
 
 
 def test_transformers_reads_the_file_as_the_same_model(llama_file: tuple[Path, torch.nn.Module]) -> None:
