@@ -86,7 +86,7 @@ def run(name: str, options: dict[str, Any]) -> int:
     """Run a benchmark, show its table, and return the exit code."""
     import torch
 
-    from ..tables import read_json
+    from ..result_files import read_json
     from . import runner, write_tables
 
     folder = Path(options.pop("output"))

@@ -23,7 +23,7 @@ from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.text import encode_text, evenly_spread, pad_token, padded_batches, special_tokens
 from hf_linear_attn.measure.embedding import sentence_embeddings
 
-from ..tables import ROOT
+from ..result_files import ROOT
 from .runner import Cell, Cells, Rows
 from .serving import PLAN
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tables import read_json
+from ..result_files import read_json
 from .runner import Cell, Cells, Rows
 
 # torch and transformers are imported inside of functions: the memory of the process that runs a graph is measured.

@@ -35,7 +35,7 @@ from hf_linear_attn.integration.cache_rows import merge_rows
 from hf_linear_attn.serving import Engine
 from hf_linear_attn.streaming import cache_bytes
 
-from ..tables import ROOT
+from ..result_files import ROOT
 from .runner import Cell, Cells, Rows
 
 #: Seconds that a server may take to start, and to live at all.

@@ -32,7 +32,7 @@ import pandas as pd
 from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.utils.environment import environment, utc_now
 from hf_linear_attn.utils.files import atomic_write, write_json
-from recipes.tables import RESULTS, ROOT
+from recipes.result_files import RESULTS, ROOT
 
 Rows = list[dict[str, Any]]
 

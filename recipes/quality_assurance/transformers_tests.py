@@ -31,7 +31,7 @@ from hf_linear_attn.study.tables import to_markdown
 from hf_linear_attn.utils.environment import environment, utc_now
 from hf_linear_attn.utils.files import atomic_write
 from recipes.quality_assurance.marked_tests import run_tests
-from recipes.tables import RESULTS, ROOT
+from recipes.result_files import RESULTS, ROOT
 
 CASES = ROOT / "tests" / "peers" / "transformers_models.py"
 SUITE = "transformers_suite"

@@ -15,7 +15,7 @@ from sklearn.metrics import matthews_corrcoef
 
 from hf_linear_attn.registry import ATTENTIONS
 from recipes.benchmarks import conversion, proteins
-from recipes.tables import read_json
+from recipes.result_files import read_json
 from tests.cases import entries, serves
 from tests.recipes.benchmark_runs import rows_of
 from tests.tiny_models import save_checkpoint

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.benchmarks.__main__ import BENCHMARKS, benchmark_of, main, parser_of
 from recipes.benchmarks.runner import Cell, Cells, compare, run_benchmark
-from recipes.tables import ROOT
+from recipes.result_files import ROOT
 
 SEEN: list[int] = []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes import terms
-from recipes.tables import read_json
+from recipes.result_files import read_json
 from tests.tiny_models import save_checkpoint
 
 

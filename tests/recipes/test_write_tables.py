@@ -7,7 +7,9 @@ import pytest
 
 from hf_linear_attn.study.tables import to_markdown
 from recipes.benchmarks import write_tables
-from recipes.benchmarks.write_tables import FILES, MARK, ROOT, TABLES, main, times, updated
+from recipes.benchmarks.tables.text import times
+from recipes.benchmarks.write_tables import FILES, MARK, TABLES, main, updated
+from recipes.result_files import ROOT
 
 PAGES = sorted(path for pattern in FILES for path in ROOT.glob(pattern))
 

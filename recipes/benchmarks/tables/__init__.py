@@ -1,0 +1,1 @@
+"""The functions that make the published tables, by what they are about."""
