@@ -4,8 +4,6 @@ import importlib.util
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from transformers.utils import CONFIG_NAME
-
 from .extras import require_packages
 
 SUFFIX = ".gguf"
@@ -21,7 +19,7 @@ def split_source(source: str) -> tuple[str, dict[str, Any]]:
     short name (`smollm2`) stands for the file in its package, unless a folder of that name has a checkpoint. An
     ImportError if that package, or `gguf`, is missing.
     """
-    if source in SHORT_NAMES and not (Path(source) / CONFIG_NAME).exists():
+    if source in SHORT_NAMES and not (Path(source) / "config.json").exists():
         source = _installed_file(source)
     path = PurePosixPath(source)
     if path.suffix.lower() != SUFFIX:
