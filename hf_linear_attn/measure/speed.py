@@ -115,9 +115,9 @@ def count_flops(function: Callable[[], object]) -> int:
     """Floating-point operations of the matrix products of one call; a multiplication and an addition are two.
 
     Exact attention counts as in its eager form, `2·B·H·L·S·(d + d_v)`, masked entries included, whichever kernel runs:
-    PyTorch's own counter knows no formula for the CPU's fused kernel and would count it as zero. Elementwise work
-    (feature maps, softmax, norms) is not counted. Linear attention counts as in its torch form: the counter sees
-    nothing of fused kernels, which do the same products.
+    PyTorch's own counter counts the CPU's fused kernel as zero before torch 2.15, and since then what its backward pass
+    computes again. Elementwise work (feature maps, softmax, norms) is not counted. Linear attention counts as in its
+    torch form: the counter sees nothing of fused kernels, which do the same products.
     """
     aten = torch.ops.aten
     fused: dict[Any, Any] = {

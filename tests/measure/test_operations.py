@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
@@ -26,7 +25,7 @@ def eager(family: Family) -> PreTrainedModel:
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.parametrize("backward", [False, True])
 def test_exact_attention_counts_as_in_its_eager_form(family: Family, backward: bool) -> None:
-    """Forward, and forward with backward; PyTorch's own counter misses the fused kernel, which shows that it ran."""
+    """Forward, and forward with backward, of the fused kernel."""
     ids = token_ids(2, 40)
 
     def run(model: PreTrainedModel) -> Any:
@@ -39,9 +38,9 @@ def test_exact_attention_counts_as_in_its_eager_form(family: Family, backward: b
 
     fused, reference = count_flops(run(family.build())), count_flops(run(eager(family)))
     assert fused == reference > 0
-    with FlopCounterMode(display=False) as counter:
+    with torch.profiler.profile() as profiler:
         run(family.build())()
-    assert counter.get_total_flops() < fused
+    assert any("flash_attention_for_cpu" in event.key for event in profiler.key_averages())
 
 
 @pytest.mark.slow
