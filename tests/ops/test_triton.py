@@ -6,6 +6,7 @@ No GPU is needed, and Triton only for the first two: `pip install triton` (PyTor
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -30,6 +31,10 @@ def run(*command: str, **environment: str) -> str:
 
 
 @needs_triton
+@pytest.mark.skipif(
+    backend.installed() and metadata.version("triton") == "3.9.0",
+    reason="The interpreter of Triton 3.9.0 refuses masks with a scalar condition, which its compiler takes",
+)
 @pytest.mark.parametrize("part", PARTS)
 def test_the_kernels_in_the_interpreter(part):
     output = run("pytest", "tests/ops/triton_kernels.py", "-n", "0", "-m", "", "-k", part, TRITON_INTERPRET="1")
