@@ -170,3 +170,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"Out of date: {', '.join(stale)}. Run python -m recipes.benchmarks.write_tables\n")
         return 1
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

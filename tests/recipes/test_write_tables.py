@@ -10,12 +10,17 @@ from recipes.benchmarks import write_tables
 from recipes.benchmarks.tables.text import times
 from recipes.benchmarks.write_tables import FILES, MARK, TABLES, main, updated
 from recipes.result_files import ROOT
+from tests.subprocesses import run_python
 
 PAGES = sorted(path for pattern in FILES for path in ROOT.glob(pattern))
 
 
 def test_all_tables_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_module_is_a_command() -> None:
+    assert "--check" in run_python("-m", "recipes.benchmarks.write_tables", "--help").stdout
 
 
 def test_every_table_is_on_a_page() -> None:

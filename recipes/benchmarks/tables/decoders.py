@@ -79,7 +79,11 @@ def _interval(recall: dict[str, Any]) -> str:
 
 
 #: Conversions of SmolLM2.
-SMOLLM2_FOLDERS = {"smollm2-calibrated": "calibrated", "smollm2": "trained"}
+SMOLLM2_FOLDERS = {
+    "smollm2-calibrated": "calibrated",
+    "smollm2-seed-0": "trained, seed 0",
+    "smollm2-seed-1": "trained, seed 1",
+}
 
 
 def smollm2_table() -> str:
@@ -88,7 +92,7 @@ def smollm2_table() -> str:
     for folder, kind in SMOLLM2_FOLDERS.items():
         results = read_json(f"{folder}/results.json")
         for name in (smollm2.EXACT, *smollm2.VARIANTS):
-            label = name if name in (smollm2.EXACT, smollm2.CONTROL) else f"{name}, {kind}"
+            label = name if name == smollm2.EXACT else f"{name}, {kind}"
             measured |= {label: results[name]} if name in results else {}
     table = smollm2.summary_table(measured)
     shown = [name for name in table if name.endswith(("variant", "2,048", "8,192"))]
